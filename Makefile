@@ -1,0 +1,34 @@
+# Two commands do all set-up: `make demo` and `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# One torch thread a test process: two processes fill two cores.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.PHONY: demo test lint format clean
+
+demo: $(VENV)/.installed
+	$(BIN)/python -m streamgrad demo
+
+test: $(VENV)/.installed
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 -q
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# torch first and by its pin: an open torch requirement would pull another build than the pinned one.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --constraint constraints.txt torch
+	$(BIN)/python -m pip install -q --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) out

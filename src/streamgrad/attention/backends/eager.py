@@ -1,0 +1,98 @@
+"""Attention written out in torch: the reference, and the only kernel with softcap and dropout.
+
+It holds (chunk x keys) scores for every head, in fp32 for 16-bit inputs. The R = H / G query heads that read one key head are
+stacked along the query axis, so keys and values are never repeated.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from streamgrad.attention.backends.base import Block, additive
+from streamgrad.core.chunk import accumulator_dtype
+
+
+class EagerBackend:
+    name = "eager"
+
+    def refusal(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> str | None:
+        return None
+
+    def forward(
+        self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        scores_BHLS, _ = _scores(query_BHLD, key_BGSD, block)
+        lse_BHL = scores_BHLS.logsumexp(dim=-1)
+        weights_BHLS = _probabilities(scores_BHLS, lse_BHL)
+        dropped = None
+        if block.dropout > 0.0:
+            dropped = torch.rand_like(weights_BHLS) < block.dropout
+            weights_BHLS = weights_BHLS.masked_fill_(dropped, 0.0).div_(1.0 - block.dropout)
+        value_BGSD = value_BGSD.to(weights_BHLS.dtype)
+        out_BHLD = (_stack_heads(weights_BHLS, value_BGSD) @ value_BGSD).view(*weights_BHLS.shape[:3], -1)
+        return out_BHLD.to(query_BHLD.dtype), lse_BHL, dropped
+
+    def backward(
+        self,
+        dout_BHLD: Tensor,
+        query_BHLD: Tensor,
+        key_BGSD: Tensor,
+        value_BGSD: Tensor,
+        out_BHLD: Tensor,
+        lse_BHL: Tensor,
+        block: Block,
+        state: object,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        scores_BHLS, slope_BHLS = _scores(query_BHLD, key_BGSD, block)
+        dtype = scores_BHLS.dtype
+        weights_BHLS = _probabilities(scores_BHLS, lse_BHL)
+        dout_BHLD = dout_BHLD.to(dtype)
+        dout_stacked = _stack_heads(dout_BHLD, value_BGSD)
+        dweights_BHLS = (dout_stacked @ value_BGSD.to(dtype).mT).view(weights_BHLS.shape)
+        used_BHLS = weights_BHLS
+        if isinstance(state, Tensor):
+            keep = 1.0 / (1.0 - block.dropout)
+            dweights_BHLS = dweights_BHLS.masked_fill_(state, 0.0).mul_(keep)
+            used_BHLS = weights_BHLS.masked_fill(state, 0.0).mul_(keep)
+        dvalue_BGSD = _stack_heads(used_BHLS, value_BGSD).mT @ dout_stacked
+        # delta = rowsum(dout * out) = rowsum(dweights * weights) over the whole row, also when dropout acted on it.
+        delta_BHL1 = (dout_BHLD * out_BHLD.to(dtype)).sum(dim=-1, keepdim=True)
+        dscores_BHLS = dweights_BHLS.sub_(delta_BHL1).mul_(weights_BHLS)
+        if slope_BHLS is not None:
+            dscores_BHLS.mul_(slope_BHLS)
+        dscores_stacked = _stack_heads(dscores_BHLS.mul_(block.scale), key_BGSD)
+        dquery_BHLD = (dscores_stacked @ key_BGSD.to(dtype)).view(query_BHLD.shape)
+        dkey_BGSD = dscores_stacked.mT @ _stack_heads(query_BHLD.to(dtype), key_BGSD)
+        return dquery_BHLD, dkey_BGSD, dvalue_BGSD
+
+
+def _stack_heads(rows_BHLX: Tensor, key_BGSD: Tensor) -> Tensor:
+    """(B, H, L, X) as (B, G, R * L, X): one matrix per key head."""
+    batch, _, _, width = rows_BHLX.shape
+    return rows_BHLX.reshape(batch, key_BGSD.shape[1], -1, width)
+
+
+def _scores(query_BHLD: Tensor, key_BGSD: Tensor, block: Block) -> tuple[Tensor, Tensor | None]:
+    """Masked scores, and d(capped)/d(uncapped) where a softcap acts."""
+    dtype = accumulator_dtype(query_BHLD.dtype)
+    stacked = _stack_heads(query_BHLD.to(dtype), key_BGSD) @ key_BGSD.to(dtype).mT
+    scores_BHLS = stacked.view(*query_BHLD.shape[:3], -1).mul_(block.scale)
+    slope_BHLS = None
+    if block.softcap is not None:
+        tanh_BHLS = scores_BHLS.div_(block.softcap).tanh_()
+        slope_BHLS = 1.0 - tanh_BHLS.square()
+        scores_BHLS = tanh_BHLS.mul_(block.softcap)
+    bias = additive(block.mask, dtype)
+    if bias is not None:
+        scores_BHLS = scores_BHLS.add_(bias)
+    if block.causal:
+        ahead_LS = torch.ones(scores_BHLS.shape[-2:], dtype=torch.bool, device=scores_BHLS.device).triu_(diagonal=1)
+        scores_BHLS = scores_BHLS.masked_fill_(ahead_LS, float("-inf"))
+    return scores_BHLS, slope_BHLS
+
+
+def _probabilities(scores_BHLS: Tensor, lse_BHL: Tensor) -> Tensor:
+    """exp(scores - lse) in place of the scores; zeros for a row that sees no key (its lse is -inf)."""
+    finite_BHL1 = lse_BHL.masked_fill(lse_BHL == float("-inf"), 0.0).unsqueeze(-1)
+    return scores_BHLS.sub_(finite_BHL1).exp_()

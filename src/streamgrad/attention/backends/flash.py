@@ -1,0 +1,57 @@
+"""torch's built-in FlashAttention-2 kernel (CUDA, 16-bit, no mask): dense blocks and causal diagonal blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from streamgrad.attention.backends.base import Block
+
+aten = torch.ops.aten
+
+
+class FlashBackend:
+    name = "flash"
+
+    def refusal(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> str | None:
+        return _needs_plain_16_bit_cuda(query_BHLD, value_BGSD, block, largest_head=256)
+
+    def forward(
+        self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block
+    ) -> tuple[Tensor, Tensor, None]:
+        out_BHLD, lse_BHL, *_ = aten._scaled_dot_product_flash_attention(
+            query_BHLD, key_BGSD, value_BGSD, 0.0, block.causal, False, scale=block.scale
+        )
+        return out_BHLD, lse_BHL, None
+
+    def backward(
+        self,
+        dout_BHLD: Tensor,
+        query_BHLD: Tensor,
+        key_BGSD: Tensor,
+        value_BGSD: Tensor,
+        out_BHLD: Tensor,
+        lse_BHL: Tensor,
+        block: Block,
+        state: object,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        seed = torch.zeros(2, dtype=torch.uint64, device=query_BHLD.device)
+        return aten._scaled_dot_product_flash_attention_backward(
+            dout_BHLD, query_BHLD, key_BGSD, value_BGSD, out_BHLD, lse_BHL, None, None,
+            query_BHLD.shape[2], key_BGSD.shape[2], 0.0, block.causal, seed, seed[:0], scale=block.scale,
+        )  # fmt: skip
+
+
+def _needs_plain_16_bit_cuda(query_BHLD: Tensor, value_BGSD: Tensor, block: Block, largest_head: int) -> str | None:
+    size = query_BHLD.shape[-1]
+    if query_BHLD.device.type != "cuda" or torch.version.hip is not None:
+        return f"it needs an NVIDIA GPU, not device {query_BHLD.device.type!r}"
+    if query_BHLD.dtype not in (torch.bfloat16, torch.float16):
+        return f"it needs bfloat16 or float16, not {query_BHLD.dtype}"
+    if block.mask is not None:
+        return "it takes no mask (padding, packing, a narrow window or a 4-D mask)"
+    if block.softcap is not None or block.dropout > 0.0:
+        return "it has no softcap and no dropout here"
+    if size != value_BGSD.shape[-1] or size % 8 or size > largest_head:
+        return f"it needs one head size, a multiple of 8 up to {largest_head}, for keys and values"
+    return None

@@ -1,0 +1,98 @@
+"""torch's own fused attention that takes a mask: the flash kernel on CPU, memory-efficient attention on CUDA."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from streamgrad.attention.backends.base import Block, additive
+
+aten = torch.ops.aten
+
+
+class SdpaBackend:
+    name = "sdpa"
+
+    def refusal(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> str | None:
+        device = query_BHLD.device.type
+        if block.softcap is not None:
+            return "torch's scaled_dot_product_attention has no softcap"
+        if block.dropout > 0.0:
+            return "its dropout mask cannot be shared between blocks"
+        if device not in ("cpu", "cuda"):
+            return f"no fused kernel for device {device!r}"
+        if key_BGSD.shape[-1] != value_BGSD.shape[-1]:
+            return "keys and values differ in head size"
+        if device == "cuda" and query_BHLD.dtype == torch.float64:
+            return "no CUDA kernel for float64"
+        return None
+
+    def forward(
+        self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block
+    ) -> tuple[Tensor, Tensor, None]:
+        bias = additive(block.mask, query_BHLD.dtype)
+        if query_BHLD.device.type == "cpu":
+            out_BHLD, lse_BHL = aten._scaled_dot_product_flash_attention_for_cpu(
+                query_BHLD, key_BGSD, value_BGSD, 0.0, block.causal, attn_mask=bias, scale=block.scale
+            )
+            return out_BHLD, lse_BHL, None
+        out_BHLD = torch.empty_like(query_BHLD)
+        lse_BHL = query_BHLD.new_empty(query_BHLD.shape[:3], dtype=torch.float32)
+        for heads in _head_slices(query_BHLD, key_BGSD):
+            out_BHLD[:, heads], lse, _, _ = aten._scaled_dot_product_efficient_attention(
+                query_BHLD[:, heads], key_BGSD, value_BGSD, _aligned(bias, heads, query_BHLD, key_BGSD),
+                True, 0.0, block.causal, scale=block.scale,
+            )  # fmt: skip
+            lse_BHL[:, heads] = lse[:, :, : query_BHLD.shape[2]]  # the kernel pads its rows
+        return out_BHLD, lse_BHL, None
+
+    def backward(
+        self,
+        dout_BHLD: Tensor,
+        query_BHLD: Tensor,
+        key_BGSD: Tensor,
+        value_BGSD: Tensor,
+        out_BHLD: Tensor,
+        lse_BHL: Tensor,
+        block: Block,
+        state: object,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        bias = additive(block.mask, query_BHLD.dtype)
+        if query_BHLD.device.type == "cpu":
+            return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                dout_BHLD, query_BHLD, key_BGSD, value_BGSD, out_BHLD, lse_BHL, 0.0, block.causal,
+                attn_mask=bias, scale=block.scale,
+            )  # fmt: skip
+        seed = torch.zeros((), dtype=torch.long, device=query_BHLD.device)
+        dquery_BHLD = torch.empty_like(query_BHLD)
+        dkey_BGSD = torch.zeros_like(key_BGSD, dtype=torch.float32)
+        dvalue_BGSD = torch.zeros_like(value_BGSD, dtype=torch.float32)
+        # A row that sees no key has lse -inf; +inf makes its probabilities 0 instead of NaN. So it is for padded rows.
+        lse_BHL = lse_BHL.masked_fill(lse_BHL == float("-inf"), float("inf"))
+        lse_BHL = torch.nn.functional.pad(lse_BHL, (0, -lse_BHL.shape[-1] % 32), value=float("inf"))
+        for heads in _head_slices(query_BHLD, key_BGSD):
+            dquery_BHLD[:, heads], dkey, dvalue, _ = aten._scaled_dot_product_efficient_attention_backward(
+                dout_BHLD[:, heads], query_BHLD[:, heads], key_BGSD, value_BGSD,
+                _aligned(bias, heads, query_BHLD, key_BGSD), out_BHLD[:, heads], lse_BHL[:, heads].contiguous(),
+                seed, seed, 0.0, [True, True, True, False], block.causal, scale=block.scale,
+            )  # fmt: skip
+            dkey_BGSD += dkey
+            dvalue_BGSD += dvalue
+        return dquery_BHLD, dkey_BGSD, dvalue_BGSD
+
+
+def _head_slices(query_BHLD: Tensor, key_BGSD: Tensor) -> list[slice]:
+    """Query heads r, r + R, r + 2R, ... for r < R = H / G: as many as there are key heads, so that none is repeated."""
+    repeats = query_BHLD.shape[1] // key_BGSD.shape[1]
+    return [slice(first, None, repeats) for first in range(repeats)]
+
+
+def _aligned(bias: Tensor | None, heads: slice, query_BHLD: Tensor, key_BGSD: Tensor) -> Tensor | None:
+    """The bias of these heads, its rows padded in memory to the 8 elements that the CUDA kernel reads at a time."""
+    if bias is None:
+        return None
+    if bias.shape[1] > 1:
+        bias = bias[:, heads]
+    keys = bias.shape[-1]
+    bias = torch.nn.functional.pad(bias, (0, -keys % 8))[..., :keys]
+    return bias.expand(query_BHLD.shape[0], key_BGSD.shape[1], query_BHLD.shape[2], keys)

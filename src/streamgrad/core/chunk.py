@@ -1,0 +1,121 @@
+"""One chunk `[start, stop)` of a sequence on its way through one decoder layer.
+
+The same `Chunk` object is handed to a Hugging Face layer twice: as its key/value cache, whose `update` the attention module
+calls with the chunk's keys and values, and as its attention mask, which the attention module passes on untouched to the
+attention function. So the two seams share state through the call itself and the engine needs no globals.
+
+Shapes: B batch, H query heads, G key/value heads, T sequence, L chunk, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+def spans(length: int, chunk_size: int) -> list[tuple[int, int]]:
+    """`[(0, c), (c, 2c), ...]` up to `length`; the last one may be shorter."""
+    return [(start, min(start + chunk_size, length)) for start in range(0, length, chunk_size)]
+
+
+class StopAtKeys(Exception):
+    """Raised by `Chunk.update` to leave a layer's forward as soon as its keys and values are written."""
+
+
+class KeyValueStream:
+    """Keys and values of the whole sequence for one layer, and the gradient that later queries owe them.
+
+    `key_grad_BGTD` and `value_grad_BGTD` hold, for each position, the sum over the chunks already processed in backward.
+    They are fp32 for 16-bit keys: a position collects one term per later chunk.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.key_BGTD: Tensor | None = None
+        self.value_BGTD: Tensor | None = None
+        self.key_grad_BGTD: Tensor | None = None
+        self.value_grad_BGTD: Tensor | None = None
+
+    def write(self, start: int, stop: int, key_BGLD: Tensor, value_BGLD: Tensor) -> None:
+        if self.key_BGTD is None or self.value_BGTD is None:
+            self.key_BGTD = _full_length(key_BGLD, self.length)
+            self.value_BGTD = _full_length(value_BGLD, self.length)
+        self.key_BGTD[:, :, start:stop] = key_BGLD.detach()
+        self.value_BGTD[:, :, start:stop] = value_BGLD.detach()
+
+    def start_backward(self) -> None:
+        assert self.key_BGTD is not None and self.value_BGTD is not None
+        self.key_grad_BGTD = torch.zeros_like(self.key_BGTD, dtype=accumulator_dtype(self.key_BGTD.dtype))
+        self.value_grad_BGTD = torch.zeros_like(self.value_BGTD, dtype=accumulator_dtype(self.value_BGTD.dtype))
+
+
+def _full_length(chunk_BGLD: Tensor, length: int) -> Tensor:
+    batch, heads, _, size = chunk_BGLD.shape
+    return chunk_BGLD.new_empty(batch, heads, length, size)
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a sum over chunks is kept: fp32 for 16-bit terms, else the terms' own."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+@dataclass
+class KeptAttention:
+    """Output and log-sum-exp of one chunk's attention, kept so that backward need not run it forward again."""
+
+    out_BHLD: Tensor
+    lse_BHL: Tensor
+
+
+@dataclass
+class Chunk:
+    """Cache and mask of one layer call over `[start, stop)`; see the module's docstring."""
+
+    start: int
+    stop: int
+    stream: KeyValueStream
+    mask: object
+    backends: Sequence
+    keep_attention: bool = False
+    stop_at_keys: bool = False
+    write_keys: bool = True
+    kept: KeptAttention | None = None
+    own_key: Tensor | None = field(default=None, repr=False)
+    own_value: Tensor | None = field(default=None, repr=False)
+    attention_calls: int = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """The cache seam: note the chunk's own keys and values and hand them straight back."""
+        if self.own_key is not None:
+            raise SeamError("its attention writes keys and values more than once a layer")
+        if key_states.shape[-2] != self.stop - self.start:
+            raise SeamError(
+                f"its attention makes {key_states.shape[-2]} keys for a chunk of {self.stop - self.start} tokens, "
+                "so keys do not belong to single tokens"
+            )
+        if self.write_keys:
+            self.stream.write(self.start, self.stop, key_states, value_states)
+        if self.stop_at_keys:
+            raise StopAtKeys
+        self.own_key, self.own_value = key_states, value_states
+        return key_states, value_states
+
+    def check_finished(self) -> None:
+        """A layer that went around either seam has mixed tokens in a way the stream does not know."""
+        if self.own_key is None:
+            raise SeamError("its layer never called past_key_values.update(key, value, layer_idx)")
+        if self.attention_calls != 1:
+            raise SeamError(
+                f"its layer called the registered attention function {self.attention_calls} times instead of once"
+            )
+
+    def release(self) -> None:
+        """Drop the tensors that tie a finished chunk to its graph."""
+        self.own_key = self.own_value = None
+
+
+class SeamError(ValueError):
+    """A layer that cannot be streamed exactly; the message completes the sentence "X cannot be streamed: ..."."""

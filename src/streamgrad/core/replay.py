@@ -1,0 +1,73 @@
+"""Re-running a chunk exactly as it ran: the same autocast and the same random numbers.
+
+Autocast is off in backward, and dropout draws from a generator that has moved on; both must be put back for the re-run of
+a chunk to be the computation whose output went into the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Autocast:
+    """The autocast state of `device_type` at construction; `restored()` re-enters it."""
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self.enabled = torch.is_autocast_enabled(device_type)
+        self.dtype = torch.get_autocast_dtype(device_type)
+        self.cache_enabled = torch.is_autocast_cache_enabled()
+
+    def restored(self) -> torch.autocast:
+        return torch.autocast(
+            self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=self.cache_enabled
+        )
+
+    def forget_casts(self) -> None:
+        """Drop cached casts of parameters that were made without a graph.
+
+        Autocast would hand them to a later, ordinary forward in the same context, whose weights would then get no gradient.
+        """
+        if self.enabled:
+            torch.clear_autocast_cache()
+
+
+class RandomTape:
+    """The generator state before each chunk that drew random numbers; chunks that drew none cost nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._states: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    @contextmanager
+    def recording(self, chunk_index: int) -> Iterator[None]:
+        before = self._state()
+        yield
+        if any(not torch.equal(old, new) for old, new in zip(before, self._state(), strict=True)):
+            self._states[chunk_index] = before
+
+    @contextmanager
+    def replaying(self, chunk_index: int) -> Iterator[None]:
+        """Within the block the chunk draws what it drew while recording; the generators are untouched afterwards."""
+        if chunk_index not in self._states:
+            yield
+            return
+        resume = self._state()
+        try:
+            self._set_state(self._states[chunk_index])
+            yield
+        finally:
+            self._set_state(resume)
+
+    def _state(self) -> tuple[torch.Tensor, ...]:
+        if self.device.type == "cuda":
+            return torch.get_rng_state(), torch.cuda.get_rng_state(self.device)
+        return (torch.get_rng_state(),)
+
+    def _set_state(self, state: tuple[torch.Tensor, ...]) -> None:
+        torch.set_rng_state(state[0])
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(state[1], self.device)

@@ -1,0 +1,110 @@
+"""Cross entropy of a linear head in one pass: three GEMMs a chunk, and never more than one chunk of logits.
+
+The loss is linear in its upstream gradient, so forward computes the gradient for an upstream gradient of 1 while the chunk's
+logits are there, turns them into their own gradient in place, and backward only scales. What is kept unscaled is the gradient
+of the SUM: entries of order 1, which fp16 can hold; the mean's would vanish in it.
+
+Shapes: N tokens, V vocabulary, E model width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from streamgrad.head.logits import HeadGradients, LinearHead, LogitMap
+from streamgrad.head.rows import TargetRows, autocast_operands, flatten
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    chunk_size: int = 2048,
+) -> Tensor:
+    """Equals, without ever holding all logits:
+
+        logits = softcap(logit_scale * (hidden @ weight.T + bias)).float() / temperature
+        torch.nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=..., reduction=...)
+
+    `softcap(z) = softcap * tanh(z / softcap)` where given. `reduction` is "mean" or "sum". Targets are used as they are: shift
+    them yourself for next-token prediction. With no target at all the mean is NaN and the gradients are zero, as in torch.
+    Arithmetic after the product is fp32, or fp64 for fp64 operands.
+    """
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f'reduction={reduction!r} is not a choice. Pass "mean" or "sum"; token_logprobs gives single terms.')
+    logit_map = LogitMap.build(logit_scale=logit_scale, softcap=softcap, temperature=temperature)
+    hidden_NE, targets_N = flatten(hidden, weight, targets)
+    rows = TargetRows(targets_N, vocabulary=weight.shape[0], ignore_index=ignore_index, chunk_size=chunk_size)
+    total, count = summed_cross_entropy(hidden_NE, weight, bias, rows, logit_map)
+    return total if reduction == "sum" else mean_of(total, count)
+
+
+def mean_of(total: Tensor, count: int) -> Tensor:
+    """`total / count`; NaN with zero gradient for a count of 0, as torch's cross entropy gives."""
+    return total / count if count else total * 0.0 + float("nan")
+
+
+def summed_cross_entropy(
+    hidden_NE: Tensor, weight_VE: Tensor, bias_V: Tensor | None, rows: TargetRows, logit_map: LogitMap
+) -> tuple[Tensor, int]:
+    """The sum over the rows that carry a target, and how many they are."""
+    hidden, weight, bias = autocast_operands(hidden_NE, weight_VE, bias_V)
+    if not torch.is_grad_enabled():
+        hidden, weight, bias = (tensor if tensor is None else tensor.detach() for tensor in (hidden, weight, bias))
+    return _SummedCrossEntropy.apply(hidden, weight, bias, rows, logit_map), rows.count  # type: ignore[return-value]
+
+
+class _SummedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NE: Tensor, weight_VE: Tensor, bias_V: Tensor | None, rows: TargetRows, logit_map: LogitMap
+    ) -> Tensor:
+        wants = ctx.needs_input_grad[:3]
+        head = LinearHead(weight_VE, bias_V, logit_map)
+        with torch.autocast(hidden_NE.device.type, enabled=False):
+            total, gradients = _sum_over_chunks(hidden_NE, head, rows, wants)
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden_NE, weight_VE, bias_V)]
+        ctx.save_for_backward(gradients.hidden_NE, gradients.weight_VE, gradients.bias_V)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = [
+            None if gradient is None else (gradient * dtotal).to(dtype)
+            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return *scaled, None, None
+
+
+def _sum_over_chunks(
+    hidden_NE: Tensor, head: LinearHead, rows: TargetRows, wants: tuple[bool, ...]
+) -> tuple[Tensor, HeadGradients]:
+    gradients = HeadGradients(hidden_NE, head, hidden=wants[0], weight=wants[1], bias=wants[2])
+    total: Tensor | None = None
+    for places, targets_N in rows.chunks():
+        chunk_NE = hidden_NE[places]
+        z_NV, slope_NV = head.logits(chunk_NE, with_slope=any(wants))
+        lse_N = z_NV.logsumexp(dim=-1)
+        picked_N = z_NV.gather(1, targets_N.unsqueeze(1)).squeeze(1)
+        chunk_total = (lse_N - picked_N).sum()
+        total = chunk_total if total is None else total + chunk_total
+        if any(wants):
+            probabilities_NV = z_NV.sub_(lse_N.unsqueeze(1)).exp_()
+            one = torch.ones((), dtype=z_NV.dtype, device=z_NV.device).expand(len(targets_N), 1)
+            dz_NV = probabilities_NV.scatter_add_(1, targets_N.unsqueeze(1), -one)
+            gradients.add(places, chunk_NE, head.gradient_of_product(dz_NV, slope_NV))
+    if total is None:
+        total = torch.zeros((), dtype=torch.promote_types(hidden_NE.dtype, torch.float32), device=hidden_NE.device)
+    return total, gradients

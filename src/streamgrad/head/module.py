@@ -1,0 +1,92 @@
+"""Cross entropy of a head that is more than one linear map (LoRA on the head, an adapter, a wrapper), one chunk at a time.
+
+The same one-pass idea as `cross_entropy`, by autograd: each chunk's logits come from the module itself, their loss is
+differentiated at once into shadows of the module's parameters, and backward only scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from streamgrad.core.chunk import accumulator_dtype
+from streamgrad.core.shadows import Shadows, trainable_parameters
+from streamgrad.head.logits import LogitMap
+from streamgrad.head.rows import TargetRows
+
+
+def summed_module_cross_entropy(
+    module: nn.Module, run: Callable[[Tensor], Tensor], hidden_NE: Tensor, rows: TargetRows, logit_map: LogitMap
+) -> tuple[Tensor, int]:
+    """`(sum of cross entropy over the rows with a target, their number)` for logits `logit_map(run(hidden))`.
+
+    `run` is the module's own forward; it reads the parameters of `module` and no others that need a gradient.
+    """
+    parameters = trainable_parameters(module)
+    if not torch.is_grad_enabled() or not (hidden_NE.requires_grad or parameters):
+        with torch.no_grad():
+            return _total(run, hidden_NE, rows, logit_map), rows.count
+    return _ModuleCrossEntropy.apply(module, run, rows, logit_map, hidden_NE, *parameters), rows.count  # type: ignore[return-value]
+
+
+class _ModuleCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        module: nn.Module,
+        run: Callable[[Tensor], Tensor],
+        rows: TargetRows,
+        logit_map: LogitMap,
+        hidden_NE: Tensor,
+        *parameters: Tensor,
+    ) -> Tensor:
+        shadows = Shadows(parameters)
+        dhidden_NE = torch.zeros_like(hidden_NE) if ctx.needs_input_grad[4] else None
+        with shadows.installed_in(module):
+            total = _total(run, hidden_NE, rows, logit_map, dhidden_NE, differentiate=True)
+        # fp32 sums are kept unscaled; casting them before they are scaled would round twice.
+        ctx.parameter_dtypes = [parameter.dtype for parameter in parameters]
+        ctx.save_for_backward(dhidden_NE, *(shadow.grad for shadow in shadows.tensors))
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+        dhidden_NE, *sums = ctx.saved_tensors
+        scaled = [
+            None if total is None else (total * dtotal).to(dtype)
+            for total, dtype in zip(sums, ctx.parameter_dtypes, strict=True)
+        ]
+        dhidden = None if dhidden_NE is None else (dhidden_NE * dtotal).to(dhidden_NE.dtype)
+        return None, None, None, None, dhidden, *scaled
+
+
+def _total(
+    run: Callable[[Tensor], Tensor],
+    hidden_NE: Tensor,
+    rows: TargetRows,
+    logit_map: LogitMap,
+    dhidden_NE: Tensor | None = None,
+    *,
+    differentiate: bool = False,
+) -> Tensor:
+    """The summed loss; with `differentiate`, its gradients are added to the leaves `run` reads and put into `dhidden_NE`."""
+    total = torch.zeros((), dtype=accumulator_dtype(hidden_NE.dtype), device=hidden_NE.device)
+    for places, targets_N in rows.chunks():
+        leaf_NE = hidden_NE[places].detach().requires_grad_(dhidden_NE is not None)
+        with torch.set_grad_enabled(differentiate):
+            # Heads are written for (batch, tokens, width).
+            z_NV = run(leaf_NE.unsqueeze(0)).squeeze(0)
+            z_NV = logit_map(z_NV.to(accumulator_dtype(z_NV.dtype)))
+            chunk_total = torch.nn.functional.cross_entropy(z_NV, targets_N, reduction="sum")
+        if differentiate:
+            chunk_total.backward()
+        if dhidden_NE is not None:
+            assert leaf_NE.grad is not None
+            dhidden_NE[places] = leaf_NE.grad
+        total = total + chunk_total.detach()
+    return total

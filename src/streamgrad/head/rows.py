@@ -1,0 +1,67 @@
+"""Which tokens the head must look at, checked before any work: ignored ones cost nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+
+class TargetRows:
+    """The rows of flat `targets_N` that carry a target, in chunks.
+
+    Counting them waits for the device once; the same transfer brings the smallest and largest target, so a target outside
+    the vocabulary is an error here and not a fault inside a kernel.
+    """
+
+    def __init__(self, targets_N: Tensor, *, vocabulary: int, ignore_index: int, chunk_size: int) -> None:
+        if chunk_size < 1:
+            raise ValueError(f"chunk_size={chunk_size} leaves no tokens in a chunk. Pass at least 1.")
+        self.targets_N, self.chunk_size = targets_N, chunk_size
+        has_target_N = targets_N != ignore_index
+        low_N = torch.where(has_target_N, targets_N, 0)
+        if len(targets_N):
+            count, low, high = torch.stack([has_target_N.sum(), low_N.min(), low_N.max()]).tolist()
+        else:
+            count = low = high = 0
+        if low < 0 or high >= vocabulary:
+            raise ValueError(
+                f"target {low if low < 0 else high} is outside the vocabulary of {vocabulary} tokens (0 to {vocabulary - 1}) "
+                f"and is not ignore_index={ignore_index}. Check the tokenizer, or set such targets to {ignore_index}."
+            )
+        self.count: int = count
+        self._rows_N = None if count == len(targets_N) else has_target_N.nonzero().squeeze(1)
+
+    def chunks(self) -> Iterator[tuple[Tensor | slice, Tensor]]:
+        """`(rows, targets)` of each chunk; `rows` is a slice when no token is ignored, which saves a gather."""
+        for start in range(0, self.count, self.chunk_size):
+            stop = min(start + self.chunk_size, self.count)
+            rows = slice(start, stop) if self._rows_N is None else self._rows_N[start:stop]
+            yield rows, self.targets_N[rows]
+
+
+def flatten(hidden: Tensor, weight_VE: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """`hidden` (..., E) and `targets` (...) as (N, E) and (N), after checking that they belong together."""
+    if hidden.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"targets have shape {tuple(targets.shape)} but hidden states {tuple(hidden.shape)}: there must be one target per "
+            f"token, of shape {tuple(hidden.shape[:-1])}."
+        )
+    if hidden.shape[-1] != weight_VE.shape[-1]:
+        raise ValueError(
+            f"hidden states have width {hidden.shape[-1]} but the weight {tuple(weight_VE.shape)} expects {weight_VE.shape[-1]}. "
+            "Pass the weight as (vocabulary, width)."
+        )
+    if targets.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"targets are {targets.dtype}; token ids must be int64 or int32.")
+    return hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).to(device=hidden.device, dtype=torch.int64)
+
+
+def autocast_operands(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The tensors as `torch.nn.functional.linear` would see them under the current autocast."""
+    device_type = next(tensor for tensor in tensors if tensor is not None).device.type
+    if not torch.is_autocast_enabled(device_type):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device_type)
+    return [tensor if tensor is None or tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors]

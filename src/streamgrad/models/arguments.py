@@ -1,0 +1,88 @@
+"""The arguments of a decoder layer, cut to one chunk of the sequence."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streamgrad.core.chunk import Chunk, SeamError
+
+CACHE_NAMES = ("past_key_values", "layer_past", "past_key_value")
+
+# The axis of each per-token argument that runs over the sequence.
+_TOKEN_AXIS = {"position_ids": -1, "position_embeddings": -2, "cache_position": 0}
+# Arguments about the batch as a whole.
+_WHOLE = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch"}
+
+
+@dataclass
+class LayerArguments:
+    """One call `layer(hidden_states, **others)`; `run` makes the same call on a chunk."""
+
+    forward: Callable[..., Any]
+    hidden_states: Tensor
+    attention_mask: Any
+    others: dict[str, Any]
+    cache_name: str
+
+    @classmethod
+    def bind(cls, layer: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> LayerArguments:
+        bound = inspect.signature(forward).bind(*args, **kwargs)
+        values = dict(bound.arguments)
+        for name, parameter in bound.signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                values.update(values.pop(name, {}))
+            elif parameter.kind is inspect.Parameter.VAR_POSITIONAL and values.pop(name, ()):
+                raise SeamError("its layers take unnamed positional arguments")
+        cache_name = cache_argument(forward)
+        if cache_name is None:
+            raise SeamError(f"its layers take no key/value cache (none of {', '.join(CACHE_NAMES)})")
+        hidden_name = next(iter(bound.signature.parameters))
+        hidden_states = values.pop(hidden_name)
+        attention_mask = values.pop("attention_mask", None)
+        values.pop(cache_name, None)
+        values.pop("use_cache", None)
+        for name, value in values.items():
+            _check_argument(name, value)
+        return cls(forward, hidden_states, attention_mask, values, cache_name)
+
+    def run(self, h_BLE: Tensor, chunk: Chunk) -> Tensor:
+        others = {name: _cut(name, value, chunk.start, chunk.stop) for name, value in self.others.items()}
+        out = self.forward(h_BLE, attention_mask=chunk, **{self.cache_name: chunk}, **others)
+        if isinstance(out, tuple):
+            if len(out) != 1:
+                raise SeamError(f"its layers return {len(out)} values, and only hidden states can be streamed")
+            out = out[0]
+        if not isinstance(out, Tensor) or out.shape[:2] != h_BLE.shape[:2]:
+            raise SeamError("its layers do not return one hidden state per token")
+        return out
+
+
+def cache_argument(forward: Callable[..., Any]) -> str | None:
+    """The name under which a layer takes its key/value cache."""
+    names = inspect.signature(forward).parameters
+    return next((name for name in CACHE_NAMES if name in names), None)
+
+
+def _check_argument(name: str, value: Any) -> None:
+    """Refuse what could carry a gradient or a per-token value that would be cut wrongly."""
+    tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    if any(tensor.requires_grad for tensor in tensors):
+        raise SeamError(f"its layers take {name}, which needs a gradient that a streamed layer would not give it")
+    if tensors and name not in _TOKEN_AXIS and name not in _WHOLE:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise SeamError(f"its layers take {name} of shape {shapes}, and how to cut it into chunks is not known")
+
+
+def _cut(name: str, value: Any, start: int, stop: int) -> Any:
+    axis = _TOKEN_AXIS.get(name)
+    if axis is None or value is None:
+        return value
+    if isinstance(value, Tensor):
+        return value.narrow(axis, start, stop - start)
+    return type(value)(_cut(name, item, start, stop) for item in value)

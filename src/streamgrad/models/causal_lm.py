@@ -1,0 +1,225 @@
+"""`model(..., labels=...)` with a streamed head: the model's own forward runs, and no full logits exist.
+
+Inside that forward, `lm_head(hidden)` computes the loss at once, in chunks, within the head module's own call, where engines that
+shard parameters have gathered its weight, and returns a placeholder. The placeholder records what the forward does to "the logits"
+(scaling, softcap); the recording must be what `traced_logit_map` saw when the model was enabled, or the step is refused.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from streamgrad.attention.masks import rows_without_keys
+from streamgrad.config import StreamConfig
+from streamgrad.core.chunk import SeamError
+from streamgrad.head.cross_entropy import mean_of, summed_cross_entropy
+from streamgrad.head.logits import LogitMap
+from streamgrad.head.module import summed_module_cross_entropy
+from streamgrad.head.rows import TargetRows, flatten
+from streamgrad.models.decoder import _attribute, named_arguments
+from streamgrad.models.support import own_forward
+
+
+@dataclass
+class HeadStream:
+    """What `enable` leaves on a model with a language-modelling head."""
+
+    config: StreamConfig
+    logit_map: LogitMap
+    stock_forward: Callable[..., Any] | None
+
+
+class LogitsPlaceholder:
+    """Stands for logits that are never made and records, as a `LogitMap`, what is done to them."""
+
+    def __init__(self, logit_map: LogitMap | None = None) -> None:
+        self.logit_map = logit_map or LogitMap()
+
+    def __mul__(self, factor: Any) -> LogitsPlaceholder:
+        if isinstance(factor, Tensor) and factor.numel() == 1 and not factor.requires_grad:
+            factor = factor.item()
+        if not isinstance(factor, int | float):
+            raise SeamError(f"its forward multiplies the logits by a {type(factor).__name__}")
+        return LogitsPlaceholder(replace(self.logit_map, scale=self.logit_map.scale * factor))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> LogitsPlaceholder:
+        return self * (1.0 / divisor)
+
+    def tanh(self) -> LogitsPlaceholder:
+        if self.logit_map.tanh:
+            raise SeamError("its forward applies tanh to the logits twice")
+        return LogitsPlaceholder(LogitMap(tanh=True, inner_scale=self.logit_map.scale))
+
+    def float(self) -> LogitsPlaceholder:
+        return self
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if function is torch.tanh and isinstance(args[0], cls):
+            return args[0].tanh()
+        raise SeamError(f"its forward applies {getattr(function, '__name__', function)} to the logits")
+
+
+class _Stub(nn.Module):
+    """A child module that returns a fixed value, for tracing a forward without running anything."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.value
+
+
+def traced_logit_map(model: PreTrainedModel, decoder: nn.Module, head: nn.Module) -> LogitMap:
+    """What `type(model).forward` does between its head and its loss, by running it on a copy whose children are stubs."""
+    hidden = torch.zeros(1, 2, model.config.get_text_config().hidden_size, device="meta")
+    probe = object.__new__(type(model))
+    probe.__dict__ = {**model.__dict__, "_modules": dict(model._modules)}
+    for name, child in model._modules.items():
+        if child is head:
+            probe._modules[name] = _Stub(LogitsPlaceholder())
+        elif child is not None and any(module is decoder for module in child.modules()):
+            probe._modules[name] = _Stub(MoeModelOutputWithPast(last_hidden_state=hidden))  # type: ignore[arg-type]
+    recorded: list[Any] = []
+
+    def record(logits: Any, *args: Any, **kwargs: Any) -> Tensor:
+        recorded.append(logits)
+        return torch.zeros(())
+
+    probe.loss_function = record
+    tokens = torch.zeros(1, 2, dtype=torch.long)
+    try:
+        type(model).forward(probe, input_ids=tokens, labels=tokens)
+    except SeamError as error:
+        raise ValueError(f"{type(model).__name__} cannot be streamed: {error}.") from error
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} cannot be streamed: its forward with labels could not be followed ({error})."
+        ) from error
+    if len(recorded) != 1 or not isinstance(recorded[0], LogitsPlaceholder):
+        raise ValueError(
+            f"{type(model).__name__} cannot be streamed: its forward does not pass the logits to self.loss_function."
+        )
+    return recorded[0].logit_map
+
+
+def causal_lm_forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Installed as the model's forward by `enable`."""
+    stream: HeadStream = model._streamgrad_head
+    stock = stream.stock_forward or type(model).forward.__get__(model)
+    arguments = named_arguments(stock, args, kwargs)
+    if arguments.get("labels") is None and arguments.get("shift_labels") is None:
+        return stock(*args, **kwargs)
+    _check_labels(arguments)
+    if not torch.is_grad_enabled() or not _has_stock_loss(model):
+        return stock(*args, **kwargs)
+
+    job = _HeadJob(model.get_output_embeddings(), stream, arguments)
+    with ExitStack() as restore:
+        restore.enter_context(_attribute(job.head, "forward", job.head_forward))
+        restore.enter_context(_attribute(model, "_loss_function", job.loss_function))
+        try:
+            output = stock(*args, **kwargs)
+        except SeamError as error:
+            raise ValueError(f"{type(model).__name__} cannot be streamed: {error}.") from error
+    if isinstance(output, tuple):
+        return tuple(item for item in output if not isinstance(item, LogitsPlaceholder))
+    output["logits"] = None
+    return output
+
+
+class _HeadJob:
+    """The head's share of one forward: targets in, loss out."""
+
+    def __init__(self, head: nn.Module, stream: HeadStream, arguments: dict[str, Any]) -> None:
+        self.head, self.stream, self.arguments = head, stream, arguments
+        self.run = own_forward(head)
+        self.loss: Tensor | None = None
+
+    def head_forward(self, hidden: Tensor) -> LogitsPlaceholder:
+        if self.loss is not None:
+            raise SeamError("its forward calls the language-modelling head more than once")
+        ignore_index = self.arguments.get("ignore_index", -100)
+        targets = self.arguments.get("shift_labels")
+        if targets is None:
+            # Position t predicts token t + 1; the last one predicts nothing.
+            targets = nn.functional.pad(self.arguments["labels"], (0, 1), value=ignore_index)[..., 1:]
+        weight = getattr(self.head, "weight", None)
+        is_linear = type(self.head).forward is nn.Linear.forward and self.run.__func__ is nn.Linear.forward  # type: ignore[attr-defined]
+        hidden_NE, targets_N = flatten(hidden, weight if is_linear else hidden, targets)
+        rows = TargetRows(
+            targets_N,
+            vocabulary=self._vocabulary(),
+            ignore_index=ignore_index,
+            chunk_size=self.stream.config.head_chunk_size,
+        )
+        if is_linear:
+            total, count = summed_cross_entropy(hidden_NE, self.head.weight, self.head.bias, rows, self.stream.logit_map)
+        else:
+            total, count = summed_module_cross_entropy(self.head, self.run, hidden_NE, rows, self.stream.logit_map)
+        items = self.arguments.get("num_items_in_batch")
+        if items is None:
+            self.loss = mean_of(total, count)
+        else:
+            self.loss = total / (items.to(total.device) if isinstance(items, Tensor) else items)
+        return LogitsPlaceholder()
+
+    def loss_function(self, logits: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if not isinstance(logits, LogitsPlaceholder) or logits.logit_map != self.stream.logit_map or self.loss is None:
+            raise SeamError("its forward treats the logits differently from when it was enabled; enable it again")
+        return self.loss
+
+    def _vocabulary(self) -> int:
+        weight = getattr(self.head, "weight", None)
+        return weight.shape[0] if isinstance(weight, Tensor) else self.head.out_features  # type: ignore[return-value]
+
+
+def _has_stock_loss(model: Any) -> bool:
+    """Whether the loss is the one the head computes; a user's own function needs logits and gets them."""
+    if model.loss_function is ForCausalLMLoss:
+        return True
+    warnings.warn(
+        f"streamgrad: model.loss_function is {getattr(model.loss_function, '__name__', model.loss_function)!r}, which needs full "
+        "logits; the layers are streamed but the head is not. streamgrad.token_logprobs gives log-probabilities without them.",
+        UserWarning,
+        stacklevel=3,
+    )
+    return False
+
+
+def _check_labels(arguments: dict[str, Any]) -> None:
+    """One label per token, and none on a token that can see no key."""
+    tokens = arguments.get("input_ids") if arguments.get("input_ids") is not None else arguments.get("inputs_embeds")
+    labels, shifted = arguments.get("labels"), arguments.get("shift_labels")
+    if tokens is None or not isinstance(labels, Tensor):
+        return
+    if labels.shape != tokens.shape[:2]:
+        raise ValueError(
+            f"labels have shape {tuple(labels.shape)} but the input {tuple(tokens.shape[:2])}: there must be one label per token. "
+            "Pass labels of the input's shape, -100 where nothing is to be predicted; they are shifted inside the model."
+        )
+    mask = arguments.get("attention_mask")
+    if not isinstance(mask, Tensor) or shifted is not None:
+        return
+    predicts_BT = nn.functional.pad(labels[:, 1:] != arguments.get("ignore_index", -100), (0, 1))
+    bad = (predicts_BT & rows_without_keys(mask).to(predicts_BT.device)).nonzero()
+    if len(bad):
+        row, token = bad[0].tolist()
+        raise ValueError(
+            f"labels[{row}, {token + 1}] = {int(labels[row, token + 1])} would be predicted from token {token}, from which the "
+            f"attention mask hides every key, so that the prediction is noise. Set labels[{row}, {token + 1}] to -100 (with left "
+            "padding: the first real token of each row), or pad on the right."
+        )

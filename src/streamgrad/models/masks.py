@@ -1,0 +1,118 @@
+"""The mask seam: Hugging Face's mask functions become a `CausalMask` that is built chunk by chunk.
+
+Private detail relied on (and pinned by tests/test_seams.py): `masking_utils` composes masks as closures, `and_masks(...)` over
+leaves such as `causal_mask_function`, and their closures hold the window and the packed-document ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function
+
+from streamgrad.attention.masks import CausalMask, DenseMask
+from streamgrad.core.chunk import SeamError
+
+
+def stream_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> CausalMask:
+    """Registered with `AttentionMaskInterface`: the same arguments as `masking_utils.sdpa_mask`, no (T x T) tensor."""
+    if q_length != kv_length or q_offset or kv_offset:
+        raise ValueError(
+            f"{q_length} queries see {kv_length} keys: the attention mask or a key/value cache covers tokens that are not in "
+            "this call, and gradients through those cannot be streamed. Pass a mask of the input's length and no cache."
+        )
+    if use_vmap:
+        raise SeamError("it overlays a custom mask function, which may let tokens see later ones")
+    leaves = list(_conjuncts(mask_function))
+    if causal_mask_function not in leaves:
+        names = ", ".join(leaf.__qualname__ for leaf in leaves)
+        raise SeamError(f"its attention mask ({names}) is not causal")
+    window: int | None = None
+    documents_BT: Tensor | None = None
+    has_other_rule = False
+    for leaf in leaves:
+        kind = leaf.__qualname__.split(".")[0]
+        if kind == "sliding_window_overlay":
+            size = _closure(leaf)["sliding_window"]
+            window = size if window is None else min(window, size)
+        elif kind == "packed_sequence_mask_function" and documents_BT is None:
+            documents_BT = _closure(leaf)["packed_sequence_mask"]
+        elif leaf is not causal_mask_function:
+            has_other_rule = True
+    padding_BT = attention_mask.bool() if attention_mask is not None else None
+    if padding_BT is not None and bool(padding_BT.all()):
+        padding_BT = None
+    rule = None if leaves == [causal_mask_function] else mask_function
+    return CausalMask(rule, padding_BT, window, documents_BT, has_other_rule)
+
+
+def _conjuncts(mask_function: Callable) -> Iterator[Callable]:
+    """The leaves of a mask that is an AND of leaves; an OR counts as one leaf, as it may not be causal."""
+    if mask_function.__qualname__.split(".")[0] == "and_masks":
+        for part in _closure(mask_function)["mask_functions"]:
+            yield from _conjuncts(part)
+    else:
+        yield mask_function
+
+
+def _closure(function: Callable) -> dict[str, Any]:
+    cells = function.__closure__ or ()  # type: ignore[attr-defined]
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}  # type: ignore[attr-defined]
+
+
+def layer_mask(attention_mask: object, length: int, *, chunk_size: int) -> CausalMask | DenseMask:
+    """What a decoder layer was given as `attention_mask`, as a mask that can be built by chunk."""
+    if attention_mask is None:
+        return CausalMask()
+    if isinstance(attention_mask, CausalMask | DenseMask):
+        return attention_mask
+    if isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:
+        if attention_mask.shape[-2:] != (length, length):
+            raise ValueError(
+                f"the 4-D attention mask has shape {tuple(attention_mask.shape)} for a sequence of {length} tokens. "
+                f"Pass (batch, 1, {length}, {length})."
+            )
+        mask = DenseMask(attention_mask)
+        ahead = mask.first_look_ahead(chunk_size)
+        if ahead is not None:
+            raise ValueError(
+                f"the 4-D attention mask lets token {ahead[0]} see token {ahead[1]}, which comes after it. Only causal masks can "
+                "be streamed: hide every key after its query, or call streamgrad.disable(model) for this batch."
+            )
+        return mask
+    raise SeamError(f"its layers receive a mask of type {type(attention_mask).__name__} that cannot be cut into chunks")
+
+
+def with_documents(mask: CausalMask, cu_seq_lens: Tensor, length: int) -> CausalMask:
+    """`mask`, and no attention across the documents whose boundaries are `cu_seq_lens` = [0, end_1, end_2, ..., length]."""
+    ends = cu_seq_lens.to(torch.long)
+    if int(ends[0]) != 0 or int(ends[-1]) != length:
+        raise ValueError(
+            f"cu_seq_lens runs from {int(ends[0])} to {int(ends[-1])}, but the packed sequence has {length} tokens. "
+            f"It must start at 0 and end at {length}."
+        )
+    positions_T = torch.arange(length, device=ends.device)
+    documents_BT = torch.searchsorted(ends[1:].contiguous(), positions_T, right=True).unsqueeze(0)
+    if mask.documents_BT is not None:
+        # Both are ids of consecutive runs, so their sum changes exactly where either does.
+        documents_BT = documents_BT.to(mask.documents_BT.device) + mask.documents_BT
+
+    def rule(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        first = torch.zeros_like(batch) if documents_BT.shape[0] == 1 else batch
+        same = documents_BT[first, query] == documents_BT[first, key]
+        return same if mask.rule is None else same & mask.rule(batch, head, query, key)
+
+    return CausalMask(rule, mask.padding_BT, mask.window, documents_BT, mask.has_other_rule)

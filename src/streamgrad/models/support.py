@@ -1,0 +1,90 @@
+"""Finding the parts of a Hugging Face model that are streamed, and refusing, by name and with the reason, what cannot be.
+
+What is checked here is known before any work. What only shows when a layer runs (it goes around a seam, or takes an argument
+that cannot be cut) raises `SeamError` there, so nothing is ever run wrongly.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from streamgrad.models.arguments import CACHE_NAMES, cache_argument
+
+_STREAMABLE_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The module whose forward runs the decoder layers, and those layers."""
+
+    decoder: PreTrainedModel
+    layers: list[nn.Module]
+
+
+def unwrap(model: Any) -> PreTrainedModel:
+    """The Hugging Face model inside PEFT, DDP, FSDP, DeepSpeed or torch.compile wrappers."""
+    inner = model
+    while isinstance(inner, nn.Module) and not isinstance(inner, PreTrainedModel):
+        if hasattr(inner, "get_base_model"):  # peft.PeftModel
+            inner = inner.get_base_model()
+        elif isinstance(getattr(inner, "_orig_mod", None), nn.Module):  # torch.compile
+            inner = inner._orig_mod
+        elif isinstance(getattr(inner, "module", None), nn.Module):  # DDP, FSDP, DeepSpeed
+            inner = inner.module
+        else:
+            break
+    if not isinstance(inner, PreTrainedModel):
+        raise TypeError(
+            f"model is a {type(model).__name__}, and streamgrad streams Hugging Face models. Pass a transformers.PreTrainedModel "
+            "such as AutoModelForCausalLM.from_pretrained(...) returns, or a PEFT, DDP, FSDP or DeepSpeed wrapper of one."
+        )
+    return inner
+
+
+def find_parts(model: PreTrainedModel) -> Parts:
+    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} cannot be streamed: it is an encoder-decoder, and only causal language models are. Pass a decoder-only model.")
+    decoder = model.get_decoder()
+    layers = _decoder_layers(decoder, getattr(config, "num_hidden_layers", None))
+    if not layers:
+        raise ValueError(
+            f"{name} cannot be streamed: {type(decoder).__name__} has no list of decoder layers. Pass a causal language model."
+        )
+    for reason in _refusals(decoder, layers, config):
+        raise ValueError(f"{name} cannot be streamed: {reason}.")
+    return Parts(decoder, layers)
+
+
+def _decoder_layers(decoder: nn.Module, count: int | None) -> list[nn.Module]:
+    lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList) and len(child)]
+    exact = [child for child in lists if len(child) == count]
+    return list((exact or lists or [nn.ModuleList()])[0])
+
+
+def _refusals(decoder: Any, layers: list[nn.Module], config: Any):
+    if not isinstance(decoder, PreTrainedModel) or not getattr(decoder, "_supports_attention_backend", False):
+        yield "its attention does not go through transformers' AttentionInterface"
+    kinds = set(getattr(config, "layer_types", None) or ()) - _STREAMABLE_LAYER_TYPES
+    if kinds:
+        yield f"it has layers of type {', '.join(sorted(kinds))}, which carry state along the sequence other than keys and values"
+    if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
+        yield "its configuration asks for bidirectional attention"
+    for layer in layers:
+        if cache_argument(own_forward(layer)) is None:
+            yield f"{type(layer).__name__} takes no key/value cache (none of {', '.join(CACHE_NAMES)})"
+        for path, module in layer.named_modules():
+            if isinstance(module, nn.Conv1d | nn.Conv2d | nn.RNNBase):
+                yield f"{type(layer).__name__}.{path} is a {type(module).__name__}, which mixes tokens outside of attention"
+
+
+def own_forward(module: nn.Module) -> Callable[..., Any]:
+    """The module's forward as it stands now; read at the call, since other libraries patch it in the meantime."""
+    own = module.__dict__.get("forward")
+    return own if own is not None else types.MethodType(type(module).forward, module)
