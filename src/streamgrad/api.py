@@ -39,7 +39,7 @@ def enable(model: ModelT, config: StreamConfig | None = None, **options: Any) ->
     inner = unwrap(model)
     parts = find_parts(inner)
     if is_enabled(model):
-        current = parts.decoder._streamgrad.config  # type: ignore[union-attr]
+        current = parts.decoder._streamgrad.config
         if current != settings:
             raise ValueError(
                 f"{type(inner).__name__} is already enabled with {current}, which differs from {settings}. "

@@ -45,7 +45,7 @@ def streamed_attention(
         raise SeamError("its attention changes keys or values after past_key_values.update")
     chunk.attention_calls += 1
     parts = _parts(chunk, Block(scale=scale, softcap=softcap, dropout=dropout), query_BHLD.device)
-    return _StreamedAttention.apply(chunk, parts, query_BHLD, key_BGLD, value_BGLD, sink_H)  # type: ignore[return-value]
+    return _StreamedAttention.apply(chunk, parts, query_BHLD, key_BGLD, value_BGLD, sink_H)
 
 
 def _parts(chunk: Chunk, block: Block, device: torch.device) -> list[_Part]:

@@ -49,7 +49,7 @@ class StreamedCall:
         if not torch.is_grad_enabled() or not (h_BTE.requires_grad or parameters):
             with torch.no_grad():
                 return _forward(self, h_BTE, RandomTape(h_BTE.device), keep_attention=False)[0]
-        return _StreamedLayer.apply(self, h_BTE, *parameters)  # type: ignore[return-value]
+        return _StreamedLayer.apply(self, h_BTE, *parameters)
 
     def spans(self, h_BTE: Tensor) -> list[tuple[int, int]]:
         return spans(h_BTE.shape[1], self.chunk_size)
@@ -73,6 +73,7 @@ class _StreamedLayer(torch.autograd.Function):
         # Every chunk or none: attention that drew dropout cannot be kept, and then keys are recomputed as well.
         ctx.attention_is_kept = all(entry is not None for entry in kept)
         if ctx.attention_is_kept:
+            assert stream.key_BGTD is not None and stream.value_BGTD is not None
             tensors += [stream.key_BGTD, stream.value_BGTD]
             tensors += [tensor for entry in kept if entry for tensor in (entry.out_BHLD, entry.lse_BHL)]
         ctx.save_for_backward(*tensors)

@@ -62,7 +62,7 @@ def summed_cross_entropy(
     hidden, weight, bias = autocast_operands(hidden_NE, weight_VE, bias_V)
     if not torch.is_grad_enabled():
         hidden, weight, bias = (tensor if tensor is None else tensor.detach() for tensor in (hidden, weight, bias))
-    return _SummedCrossEntropy.apply(hidden, weight, bias, rows, logit_map), rows.count  # type: ignore[return-value]
+    return _SummedCrossEntropy.apply(hidden, weight, bias, rows, logit_map), rows.count
 
 
 class _SummedCrossEntropy(torch.autograd.Function):

@@ -45,7 +45,7 @@ def token_logprobs(
     hidden_NE, targets_N = flatten(hidden, weight, targets)
     rows = TargetRows(targets_N, vocabulary=weight.shape[0], ignore_index=ignore_index, chunk_size=chunk_size)
     operands = autocast_operands(hidden_NE, weight, bias)
-    logprobs_N, entropy_N = _TokenLogprobs.apply(*operands, rows, logit_map, return_entropy)  # type: ignore[misc]
+    logprobs_N, entropy_N = _TokenLogprobs.apply(*operands, rows, logit_map, return_entropy)
     logprobs = logprobs_N.view(targets.shape)
     return (logprobs, entropy_N.view(targets.shape)) if return_entropy else logprobs
 

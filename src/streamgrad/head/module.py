@@ -30,7 +30,7 @@ def summed_module_cross_entropy(
     if not torch.is_grad_enabled() or not (hidden_NE.requires_grad or parameters):
         with torch.no_grad():
             return _total(run, hidden_NE, rows, logit_map), rows.count
-    return _ModuleCrossEntropy.apply(module, run, rows, logit_map, hidden_NE, *parameters), rows.count  # type: ignore[return-value]
+    return _ModuleCrossEntropy.apply(module, run, rows, logit_map, hidden_NE, *parameters), rows.count
 
 
 class _ModuleCrossEntropy(torch.autograd.Function):

@@ -1,8 +1,8 @@
 """`model(..., labels=...)` with a streamed head: the model's own forward runs, and no full logits exist.
 
 Inside that forward, `lm_head(hidden)` computes the loss at once, in chunks, within the head module's own call, where engines that
-shard parameters have gathered its weight, and returns a placeholder. The placeholder records what the forward does to "the logits"
-(scaling, softcap); the recording must be what `traced_logit_map` saw when the model was enabled, or the step is refused.
+shard parameters have gathered its weight, and returns a placeholder. The placeholder records what the forward does to "the
+logits" (scaling, softcap); the recording must be what `traced_logit_map` saw when the model was enabled, or the step is refused.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def traced_logit_map(model: PreTrainedModel, decoder: nn.Module, head: nn.Module
         if child is head:
             probe._modules[name] = _Stub(LogitsPlaceholder())
         elif child is not None and any(module is decoder for module in child.modules()):
-            probe._modules[name] = _Stub(MoeModelOutputWithPast(last_hidden_state=hidden))  # type: ignore[arg-type]
+            probe._modules[name] = _Stub(MoeModelOutputWithPast(last_hidden_state=hidden))
     recorded: list[Any] = []
 
     def record(logits: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -144,7 +144,7 @@ def causal_lm_forward(model: Any, *args: Any, **kwargs: Any) -> Any:
 class _HeadJob:
     """The head's share of one forward: targets in, loss out."""
 
-    def __init__(self, head: nn.Module, stream: HeadStream, arguments: dict[str, Any]) -> None:
+    def __init__(self, head: Any, stream: HeadStream, arguments: dict[str, Any]) -> None:
         self.head, self.stream, self.arguments = head, stream, arguments
         self.run = own_forward(head)
         self.loss: Tensor | None = None
@@ -157,9 +157,8 @@ class _HeadJob:
         if targets is None:
             # Position t predicts token t + 1; the last one predicts nothing.
             targets = nn.functional.pad(self.arguments["labels"], (0, 1), value=ignore_index)[..., 1:]
-        weight = getattr(self.head, "weight", None)
-        is_linear = type(self.head).forward is nn.Linear.forward and self.run.__func__ is nn.Linear.forward  # type: ignore[attr-defined]
-        hidden_NE, targets_N = flatten(hidden, weight if is_linear else hidden, targets)
+        is_linear = getattr(self.run, "__func__", None) is nn.Linear.forward
+        hidden_NE, targets_N = flatten(hidden, self.head.weight if is_linear else hidden, targets)
         rows = TargetRows(
             targets_N,
             vocabulary=self._vocabulary(),
@@ -184,7 +183,7 @@ class _HeadJob:
 
     def _vocabulary(self) -> int:
         weight = getattr(self.head, "weight", None)
-        return weight.shape[0] if isinstance(weight, Tensor) else self.head.out_features  # type: ignore[return-value]
+        return weight.shape[0] if isinstance(weight, Tensor) else self.head.out_features
 
 
 def _has_stock_loss(model: Any) -> bool:
@@ -208,8 +207,8 @@ def _check_labels(arguments: dict[str, Any]) -> None:
         return
     if labels.shape != tokens.shape[:2]:
         raise ValueError(
-            f"labels have shape {tuple(labels.shape)} but the input {tuple(tokens.shape[:2])}: there must be one label per token. "
-            "Pass labels of the input's shape, -100 where nothing is to be predicted; they are shifted inside the model."
+            f"labels have shape {tuple(labels.shape)} but the input {tuple(tokens.shape[:2])}: there must be one label per "
+            "token. Pass labels of the input's shape, -100 where nothing is to be predicted; they are shifted inside the model."
         )
     mask = arguments.get("attention_mask")
     if not isinstance(mask, Tensor) or shifted is not None:

@@ -69,8 +69,8 @@ def _conjuncts(mask_function: Callable) -> Iterator[Callable]:
 
 
 def _closure(function: Callable) -> dict[str, Any]:
-    cells = function.__closure__ or ()  # type: ignore[attr-defined]
-    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}  # type: ignore[attr-defined]
+    cells = function.__closure__ or ()
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
 
 
 def layer_mask(attention_mask: object, length: int, *, chunk_size: int) -> CausalMask | DenseMask:

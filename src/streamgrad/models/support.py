@@ -29,7 +29,7 @@ class Parts:
 
 def unwrap(model: Any) -> PreTrainedModel:
     """The Hugging Face model inside PEFT, DDP, FSDP, DeepSpeed or torch.compile wrappers."""
-    inner = model
+    inner: Any = model
     while isinstance(inner, nn.Module) and not isinstance(inner, PreTrainedModel):
         if hasattr(inner, "get_base_model"):  # peft.PeftModel
             inner = inner.get_base_model()
@@ -50,7 +50,7 @@ def unwrap(model: Any) -> PreTrainedModel:
 def find_parts(model: PreTrainedModel) -> Parts:
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     if getattr(model.config, "is_encoder_decoder", False):
-        raise ValueError(f"{name} cannot be streamed: it is an encoder-decoder, and only causal language models are. Pass a decoder-only model.")
+        raise ValueError(f"{name} cannot be streamed: it is an encoder-decoder. Pass a decoder-only causal language model.")
     decoder = model.get_decoder()
     layers = _decoder_layers(decoder, getattr(config, "num_hidden_layers", None))
     if not layers:

@@ -1,0 +1,13 @@
+"""Shared settings: one torch thread, a fixed seed, and the float64 loss that stock models are compared by."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)

@@ -1,0 +1,94 @@
+"""The one comparison that every exactness test uses, and the reference it compares with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass
+class Step:
+    """The outcome of one forward and backward."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor | None]
+
+
+def run_step(model: nn.Module, batch: dict, *, forward: Callable | None = None) -> Step:
+    """`model(**batch).loss.backward()` from clean gradients; `inputs_embeds` count as a parameter named "input"."""
+    model.zero_grad(set_to_none=True)
+    batch = dict(batch)
+    leaf = None
+    if "inputs_embeds" in batch:
+        leaf = batch["inputs_embeds"] = batch["inputs_embeds"].detach().clone().requires_grad_()
+    loss = forward(model, batch) if forward else model(**batch).loss
+    loss.backward()
+    gradients = {name: None if p.grad is None else p.grad.detach().clone() for name, p in model.named_parameters()}
+    if leaf is not None:
+        gradients["input"] = leaf.grad
+    return Step(loss.detach(), gradients)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """||actual - expected|| / ||expected|| in float64; against a zero reference, ||actual||."""
+    actual, expected = actual.double(), expected.double()
+    scale = expected.norm().item()
+    return (actual - expected).norm().item() / (scale if scale > 0 else 1.0)
+
+
+def worst_gradient_error(actual: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> tuple[float, str]:
+    """The largest relative error and its parameter; a missing, extra, non-finite or misshapen gradient fails at once."""
+    assert actual.keys() == expected.keys(), f"different parameters: {sorted(actual.keys() ^ expected.keys())}"
+    worst, worst_name = 0.0, "none"
+    for name, reference in expected.items():
+        gradient = actual[name]
+        if reference is None or gradient is None:
+            assert reference is None, f"{name} has no gradient, but the reference has one"
+            assert gradient is None, f"{name} has a gradient, but the reference has none"
+            continue
+        assert gradient.shape == reference.shape, f"{name}: shape {gradient.shape} instead of {reference.shape}"
+        assert gradient.dtype == reference.dtype, f"{name}: {gradient.dtype} instead of {reference.dtype}"
+        assert reference.isfinite().all(), f"{name}: the reference gradient is not finite"
+        assert gradient.isfinite().all(), f"{name}: the gradient is not finite"
+        error = relative_error(gradient, reference)
+        if error > worst:
+            worst, worst_name = error, name
+    return worst, worst_name
+
+
+def assert_same_step(actual: Step, expected: Step, tolerance: float) -> None:
+    torch.testing.assert_close(actual.loss.double(), expected.loss.double(), rtol=tolerance, atol=0.0, equal_nan=True)
+    assert any(gradient is not None for gradient in expected.gradients.values()), "the reference has no gradient at all"
+    worst, name = worst_gradient_error(actual.gradients, expected.gradients)
+    assert worst <= tolerance, f"worst gradient error {worst:.2e} > {tolerance:.0e}, at {name}"
+
+
+@contextmanager
+def no_float32() -> Iterator[None]:
+    """Models in float64 still compute norms and softmax in float32; within this block they stay in float64.
+
+    Without it both sides round to float32 here and there, and a comparison could not tell a small bug from that rounding.
+    (A patch, not a TorchFunctionMode: torch switches modes off inside backward, where streamed layers run again.)
+    """
+
+    def in_float64(function: Callable) -> Callable:
+        def patched(*args, **kwargs):
+            if isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+                args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+                kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}
+            return function(*args, **kwargs)
+
+        return patched
+
+    plain_float = Tensor.float
+    with (
+        mock.patch.object(Tensor, "float", lambda self: self if self.dtype == torch.float64 else plain_float(self)),
+        mock.patch.object(Tensor, "to", in_float64(Tensor.to)),
+        mock.patch.object(nn.functional, "softmax", in_float64(nn.functional.softmax)),
+    ):
+        yield
