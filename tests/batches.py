@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from tiny import tokens
 from torch import Tensor
+
+from tiny import tokens
 
 LENGTH = 23
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,6 +60,16 @@ def worst_gradient_error(actual: dict[str, Tensor | None], expected: dict[str, T
         if error > worst:
             worst, worst_name = error, name
     return worst, worst_name
+
+
+def total_gradient_error(actual: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> float:
+    """Root mean square over the parameters of their relative errors: the yardstick for 16-bit gradients.
+
+    The worst parameter alone would compare single draws of rounding noise.
+    """
+    worst_gradient_error(*({name: g if g is None else g.double() for name, g in side.items()} for side in (actual, expected)))
+    errors = [relative_error(actual[name], gradient) for name, gradient in expected.items() if gradient is not None]
+    return math.sqrt(sum(error**2 for error in errors) / len(errors))
 
 
 def assert_same_step(actual: Step, expected: Step, tolerance: float) -> None:

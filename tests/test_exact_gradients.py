@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import batches
 import pytest
-import streamgrad
 import torch
+
+import batches
+import streamgrad
 from gradients import assert_same_step, no_float32, run_step
 from lora import with_lora
 from tiny import FAMILIES, tiny_model

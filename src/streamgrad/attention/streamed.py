@@ -73,7 +73,9 @@ class _StreamedAttention(torch.autograd.Function):
     ) -> Tensor:
         ctx.states = [None] * len(parts)
         if chunk.kept is not None:
-            out_BHLD, lse_BHL = chunk.kept.out_BHLD, chunk.kept.lse_BHL
+            # An alias: the output gets this node as its grad_fn, and the node holds the chunk. The kept tensor itself as
+            # output would close that circle, and the step's memory would wait for the garbage collector.
+            out_BHLD, lse_BHL = chunk.kept.out_BHLD.detach(), chunk.kept.lse_BHL
         else:
             out_BHLD, lse_BHL, ctx.states = _attend(chunk, parts, query_BHLD)
             if sink_H is not None:
@@ -88,26 +90,18 @@ class _StreamedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout_BHLD: Tensor) -> tuple[Tensor | None, ...]:
         chunk: Chunk = ctx.chunk
-        stream, start, stop = chunk.stream, chunk.start, chunk.stop
         query_BHLD, out_BHLD, lse_BHL, sink_H = ctx.saved_tensors
-        assert stream.key_BGTD is not None and stream.value_BGTD is not None
-        assert stream.key_grad_BGTD is not None and stream.value_grad_BGTD is not None
-
         dquery_BHLD: Tensor | None = None
         for (first, last, block), state in zip(ctx.parts, ctx.states, strict=True):
-            key, value = stream.key_BGTD[:, :, first:last], stream.value_BGTD[:, :, first:last]
+            key, value = chunk.stream.read(first, last)
             backend = choose(chunk.backends, query_BHLD, key, value, block)
-            dquery, dkey, dvalue = backend.backward(
-                dout_BHLD, query_BHLD, key, value, out_BHLD, lse_BHL, block, state
-            )
-            # Deposited for every key of the part, own ones included: they are read back, complete, just below.
-            stream.key_grad_BGTD[:, :, first:last] += dkey
-            stream.value_grad_BGTD[:, :, first:last] += dvalue
+            dquery, dkey, dvalue = backend.backward(dout_BHLD, query_BHLD, key, value, out_BHLD, lse_BHL, block, state)
+            # For every key of the part, own ones included: those are complete now and are collected just below.
+            chunk.stream.deposit(first, last, dkey, dvalue)
             dquery_BHLD = dquery if dquery_BHLD is None else dquery_BHLD + dquery
         assert dquery_BHLD is not None
 
-        dkey_BGLD = stream.key_grad_BGTD[:, :, start:stop].to(stream.key_BGTD.dtype, copy=True)
-        dvalue_BGLD = stream.value_grad_BGTD[:, :, start:stop].to(stream.value_BGTD.dtype, copy=True)
+        dkey_BGLD, dvalue_BGLD = chunk.stream.collect(chunk.start, chunk.stop)
         dsink_H = None
         if sink_H is not None:
             weight_BHL = (sink_H.to(lse_BHL.dtype)[None, :, None] - lse_BHL).exp()
@@ -120,8 +114,7 @@ def _attend(chunk: Chunk, parts: list[_Part], query_BHLD: Tensor) -> tuple[Tenso
     """Every part on its kernel, merged: `(out_BHLD, lse_BHL, states)`."""
     results = []
     for first, last, block in parts:
-        assert chunk.stream.key_BGTD is not None and chunk.stream.value_BGTD is not None
-        key, value = chunk.stream.key_BGTD[:, :, first:last], chunk.stream.value_BGTD[:, :, first:last]
+        key, value = chunk.stream.read(first, last)
         results.append(_run_or_replace(chunk, query_BHLD, key, value, block))
     out_BHLD, lse_BHL, _ = results[0]
     for part_out_BHLD, part_lse_BHL, _ in results[1:]:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from streamgrad.core.replay import as_autocast
+
 
 def spans(length: int, chunk_size: int) -> list[tuple[int, int]]:
     """`[(0, c), (c, 2c), ...]` up to `length`; the last one may be shorter."""
@@ -26,35 +28,57 @@ class StopAtKeys(Exception):
 
 
 class KeyValueStream:
-    """Keys and values of the whole sequence for one layer, and the gradient that later queries owe them.
+    """Keys and values of the whole sequence for one layer, and the gradient that queries owe them.
 
-    `key_grad_BGTD` and `value_grad_BGTD` hold, for each position, the sum over the chunks already processed in backward.
-    They are fp32 for 16-bit keys: a position collects one term per later chunk.
+    The gradient is summed in fp32 for 16-bit keys: a position collects one term per later chunk.
     """
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, tensors: tuple[Tensor, Tensor] | None = None) -> None:
         self.length = length
-        self.key_BGTD: Tensor | None = None
-        self.value_BGTD: Tensor | None = None
-        self.key_grad_BGTD: Tensor | None = None
-        self.value_grad_BGTD: Tensor | None = None
+        self._tensors = tensors
+        self._gradients: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, (B, G, T, D) each."""
+        assert self._tensors is not None, "no chunk has written its keys yet"
+        return self._tensors
 
     def write(self, start: int, stop: int, key_BGLD: Tensor, value_BGLD: Tensor) -> None:
-        if self.key_BGTD is None or self.value_BGTD is None:
-            self.key_BGTD = _full_length(key_BGLD, self.length)
-            self.value_BGTD = _full_length(value_BGLD, self.length)
-        self.key_BGTD[:, :, start:stop] = key_BGLD.detach()
-        self.value_BGTD[:, :, start:stop] = value_BGLD.detach()
+        if self._tensors is None:
+            self._tensors = self._full_length(key_BGLD), self._full_length(value_BGLD)
+        for full, own in zip(self._tensors, (key_BGLD, value_BGLD), strict=True):
+            full[:, :, start:stop] = own.detach()
 
-    def start_backward(self) -> None:
-        assert self.key_BGTD is not None and self.value_BGTD is not None
-        self.key_grad_BGTD = torch.zeros_like(self.key_BGTD, dtype=accumulator_dtype(self.key_BGTD.dtype))
-        self.value_grad_BGTD = torch.zeros_like(self.value_BGTD, dtype=accumulator_dtype(self.value_BGTD.dtype))
+    def read(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Views of keys and values `[first, last)`."""
+        key_BGTD, value_BGTD = self.tensors
+        return key_BGTD[:, :, first:last], value_BGTD[:, :, first:last]
+
+    def deposit(self, first: int, last: int, dkey_BGSD: Tensor, dvalue_BGSD: Tensor) -> None:
+        """Add what some queries owe to keys and values `[first, last)`."""
+        if self._gradients is None:
+            key, value = self.tensors
+            self._gradients = _zeros_for_sum(key), _zeros_for_sum(value)
+        for total, term in zip(self._gradients, (dkey_BGSD, dvalue_BGSD), strict=True):
+            total[:, :, first:last] += term
+
+    def collect(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """The sums for `[start, stop)` in the dtype of keys and values; complete once no later chunk is left."""
+        assert self._gradients is not None, "nothing was deposited"
+        dkey, dvalue = (
+            total[:, :, start:stop].to(tensor.dtype, copy=True)
+            for total, tensor in zip(self._gradients, self.tensors, strict=True)
+        )
+        return dkey, dvalue
+
+    def _full_length(self, chunk_BGLD: Tensor) -> Tensor:
+        batch, heads, _, size = chunk_BGLD.shape
+        return chunk_BGLD.new_empty(batch, heads, self.length, size)
 
 
-def _full_length(chunk_BGLD: Tensor, length: int) -> Tensor:
-    batch, heads, _, size = chunk_BGLD.shape
-    return chunk_BGLD.new_empty(batch, heads, length, size)
+def _zeros_for_sum(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor, dtype=accumulator_dtype(tensor.dtype))
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -96,6 +120,7 @@ class Chunk:
                 f"its attention makes {key_states.shape[-2]} keys for a chunk of {self.stop - self.start} tokens, "
                 "so keys do not belong to single tokens"
             )
+        key_states, value_states = as_autocast(key_states), as_autocast(value_states)
         if self.write_keys:
             self.stream.write(self.start, self.stop, key_states, value_states)
         if self.stop_at_keys:
@@ -108,9 +133,7 @@ class Chunk:
         if self.own_key is None:
             raise SeamError("its layer never called past_key_values.update(key, value, layer_idx)")
         if self.attention_calls != 1:
-            raise SeamError(
-                f"its layer called the registered attention function {self.attention_calls} times instead of once"
-            )
+            raise SeamError(f"its layer called the registered attention function {self.attention_calls} times instead of once")
 
     def release(self) -> None:
         """Drop the tensors that tie a finished chunk to its graph."""

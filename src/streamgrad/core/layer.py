@@ -73,8 +73,7 @@ class _StreamedLayer(torch.autograd.Function):
         # Every chunk or none: attention that drew dropout cannot be kept, and then keys are recomputed as well.
         ctx.attention_is_kept = all(entry is not None for entry in kept)
         if ctx.attention_is_kept:
-            assert stream.key_BGTD is not None and stream.value_BGTD is not None
-            tensors += [stream.key_BGTD, stream.value_BGTD]
+            tensors += stream.tensors
             tensors += [tensor for entry in kept if entry for tensor in (entry.out_BHLD, entry.lse_BHL)]
         ctx.save_for_backward(*tensors)
         return out_BTE
@@ -88,7 +87,6 @@ class _StreamedLayer(torch.autograd.Function):
         shadows = Shadows(ctx.parameters)
         with shadows.installed_in(call.layer), ctx.autocast.restored():
             stream, kept = _restore_stream(ctx, h_BTE, saved)
-            stream.start_backward()
             dh_BTE = torch.empty_like(h_BTE) if ctx.needs_input_grad[1] else None
             for index, (start, stop) in reversed(list(enumerate(call.spans(h_BTE)))):
                 h_BLE = h_BTE[:, start:stop].detach().requires_grad_(dh_BTE is not None)
@@ -124,16 +122,15 @@ def _forward(
     return out_BTE, stream, kept
 
 
-def _restore_stream(
-    ctx: Any, h_BTE: Tensor, saved: list[Tensor]
-) -> tuple[KeyValueStream, Sequence[KeptAttention | None]]:
+def _restore_stream(ctx: Any, h_BTE: Tensor, saved: list[Tensor]) -> tuple[KeyValueStream, Sequence[KeptAttention | None]]:
     """Keys and values of the whole sequence, as kept or by running every chunk up to its keys."""
     call: StreamedCall = ctx.call
-    stream = KeyValueStream(h_BTE.shape[1])
     if ctx.attention_is_kept:
-        stream.key_BGTD, stream.value_BGTD, *pairs = saved
+        key, value, *pairs = saved
+        stream = KeyValueStream(h_BTE.shape[1], (key, value))
         return stream, [KeptAttention(out, lse) for out, lse in zip(pairs[::2], pairs[1::2], strict=True)]
 
+    stream = KeyValueStream(h_BTE.shape[1])
     for index, (start, stop) in enumerate(call.spans(h_BTE)):
         with torch.no_grad(), ctx.tape.replaying(index), contextlib.suppress(StopAtKeys):
             call.run(h_BTE[:, start:stop], call.chunk((start, stop), stream, stop_at_keys=True))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 
 class Autocast:
@@ -22,9 +23,7 @@ class Autocast:
         self.cache_enabled = torch.is_autocast_cache_enabled()
 
     def restored(self) -> torch.autocast:
-        return torch.autocast(
-            self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=self.cache_enabled
-        )
+        return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=self.cache_enabled)
 
     def forget_casts(self) -> None:
         """Drop cached casts of parameters that were made without a graph.
@@ -35,12 +34,20 @@ class Autocast:
             torch.clear_autocast_cache()
 
 
+def as_autocast(tensor: Tensor) -> Tensor:
+    """The tensor as a matrix product would see it under the current autocast; itself when autocast is off."""
+    device_type = tensor.device.type
+    if not torch.is_autocast_enabled(device_type) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device_type))
+
+
 class RandomTape:
     """The generator state before each chunk that drew random numbers; chunks that drew none cost nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._states: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._states: dict[int, tuple[Tensor, ...]] = {}
 
     @contextmanager
     def recording(self, chunk_index: int) -> Iterator[None]:
@@ -62,12 +69,12 @@ class RandomTape:
         finally:
             self._set_state(resume)
 
-    def _state(self) -> tuple[torch.Tensor, ...]:
+    def _state(self) -> tuple[Tensor, ...]:
         if self.device.type == "cuda":
             return torch.get_rng_state(), torch.cuda.get_rng_state(self.device)
         return (torch.get_rng_state(),)
 
-    def _set_state(self, state: tuple[torch.Tensor, ...]) -> None:
+    def _set_state(self, state: tuple[Tensor, ...]) -> None:
         torch.set_rng_state(state[0])
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(state[1], self.device)

@@ -63,4 +63,3 @@ def _shadow(parameter: Tensor) -> Tensor:
     if sum_dtype is not parameter.dtype:
         shadow.grad_dtype = sum_dtype
     return shadow
-

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from streamgrad.core.replay import as_autocast
 from streamgrad.head.logits import HeadGradients, LinearHead, LogitMap
-from streamgrad.head.rows import TargetRows, autocast_operands, flatten
+from streamgrad.head.rows import TargetRows, flatten
 
 
 def linear_cross_entropy(
@@ -59,10 +60,10 @@ def summed_cross_entropy(
     hidden_NE: Tensor, weight_VE: Tensor, bias_V: Tensor | None, rows: TargetRows, logit_map: LogitMap
 ) -> tuple[Tensor, int]:
     """The sum over the rows that carry a target, and how many they are."""
-    hidden, weight, bias = autocast_operands(hidden_NE, weight_VE, bias_V)
+    operands = [None if tensor is None else as_autocast(tensor) for tensor in (hidden_NE, weight_VE, bias_V)]
     if not torch.is_grad_enabled():
-        hidden, weight, bias = (tensor if tensor is None else tensor.detach() for tensor in (hidden, weight, bias))
-    return _SummedCrossEntropy.apply(hidden, weight, bias, rows, logit_map), rows.count
+        operands = [None if tensor is None else tensor.detach() for tensor in operands]
+    return _SummedCrossEntropy.apply(*operands, rows, logit_map), rows.count
 
 
 class _SummedCrossEntropy(torch.autograd.Function):

@@ -96,10 +96,8 @@ def _zeros_for_sum(parameter: Tensor) -> Tensor:
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """`total += left @ right`, with the sum in `total`'s dtype."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    elif total.is_cuda:
+    """`total += left @ right`, each product and the sum in `total`'s dtype: 16-bit products would be rounded once a chunk."""
+    if left.dtype != total.dtype and total.is_cuda:
         total.add_(torch.mm(left, right, out_dtype=total.dtype))
     else:
-        total.add_(left @ right)
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))

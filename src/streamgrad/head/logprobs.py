@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from streamgrad.core.chunk import accumulator_dtype
+from streamgrad.core.replay import as_autocast
 from streamgrad.head.logits import HeadGradients, LinearHead, LogitMap
-from streamgrad.head.rows import TargetRows, autocast_operands, flatten
+from streamgrad.head.rows import TargetRows, flatten
 
 
 def token_logprobs(
@@ -44,7 +45,7 @@ def token_logprobs(
     logit_map = LogitMap.build(logit_scale=logit_scale, softcap=softcap, temperature=temperature)
     hidden_NE, targets_N = flatten(hidden, weight, targets)
     rows = TargetRows(targets_N, vocabulary=weight.shape[0], ignore_index=ignore_index, chunk_size=chunk_size)
-    operands = autocast_operands(hidden_NE, weight, bias)
+    operands = [None if tensor is None else as_autocast(tensor) for tensor in (hidden_NE, weight, bias)]
     logprobs_N, entropy_N = _TokenLogprobs.apply(*operands, rows, logit_map, return_entropy)
     logprobs = logprobs_N.view(targets.shape)
     return (logprobs, entropy_N.view(targets.shape)) if return_entropy else logprobs

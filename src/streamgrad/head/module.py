@@ -58,8 +58,7 @@ class _ModuleCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         dhidden_NE, *sums = ctx.saved_tensors
         scaled = [
-            None if total is None else (total * dtotal).to(dtype)
-            for total, dtype in zip(sums, ctx.parameter_dtypes, strict=True)
+            None if total is None else (total * dtotal).to(dtype) for total, dtype in zip(sums, ctx.parameter_dtypes, strict=True)
         ]
         dhidden = None if dhidden_NE is None else (dhidden_NE * dtotal).to(dhidden_NE.dtype)
         return None, None, None, None, dhidden, *scaled

@@ -57,11 +57,3 @@ def flatten(hidden: Tensor, weight_VE: Tensor, targets: Tensor) -> tuple[Tensor,
         raise TypeError(f"targets are {targets.dtype}; token ids must be int64 or int32.")
     return hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).to(device=hidden.device, dtype=torch.int64)
 
-
-def autocast_operands(*tensors: Tensor | None) -> list[Tensor | None]:
-    """The tensors as `torch.nn.functional.linear` would see them under the current autocast."""
-    device_type = next(tensor for tensor in tensors if tensor is not None).device.type
-    if not torch.is_autocast_enabled(device_type):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device_type)
-    return [tensor if tensor is None or tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors]

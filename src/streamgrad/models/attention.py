@@ -11,6 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 
 from streamgrad.attention.streamed import streamed_attention
 from streamgrad.core.chunk import Chunk, SeamError
+from streamgrad.core.replay import as_autocast
 from streamgrad.models.masks import stream_mask
 
 IMPLEMENTATION = "streamgrad"
@@ -45,7 +46,7 @@ def stream_attention_forward(
         raise SeamError("its attention is not causal")
     out_BHLD = streamed_attention(
         attention_mask,
-        query,
+        as_autocast(query),
         key,
         value,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,

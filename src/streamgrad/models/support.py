@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from streamgrad.models.arguments import CACHE_NAMES, cache_argument
 
-_STREAMABLE_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+_STREAMABLE_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def unwrap(model: Any) -> PreTrainedModel:
     inner: Any = model
     while isinstance(inner, nn.Module) and not isinstance(inner, PreTrainedModel):
         if hasattr(inner, "get_base_model"):  # peft.PeftModel
-            inner = inner.get_base_model()
+            inner = inner.get_base_model()  # type: ignore[operator]
         elif isinstance(getattr(inner, "_orig_mod", None), nn.Module):  # torch.compile
             inner = inner._orig_mod
         elif isinstance(getattr(inner, "module", None), nn.Module):  # DDP, FSDP, DeepSpeed

@@ -27,9 +27,7 @@ def backends_named(name: str) -> list[Backend]:
     return [backend for backend in _ALL if name in ("auto", backend.name)]
 
 
-def choose(
-    backends: Sequence[Backend], query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block
-) -> Backend:
+def choose(backends: Sequence[Backend], query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Backend:
     refusals = []
     for backend in backends:
         refusal = backend.refusal(query_BHLD, key_BGSD, value_BGSD, block)

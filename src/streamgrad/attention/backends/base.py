@@ -44,9 +44,7 @@ class Backend(Protocol):
         """Why this kernel cannot compute the block, or None if it can."""
         ...
 
-    def forward(
-        self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block
-    ) -> tuple[Tensor, Tensor, object]:
+    def forward(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> tuple[Tensor, Tensor, object]:
         """`(out_BHLD, lse_BHL, state)`; `state` is handed to `backward` (a dropout mask, or None)."""
         ...
 

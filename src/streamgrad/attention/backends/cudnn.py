@@ -21,9 +21,7 @@ class CudnnBackend:
             return "its backward does not take a single query or key"
         return _needs_plain_16_bit_cuda(query_BHLD, value_BGSD, block, largest_head=128)
 
-    def forward(
-        self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block
-    ) -> tuple[Tensor, Tensor, None]:
+    def forward(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> tuple[Tensor, Tensor, None]:
         out_BHLD, lse_BHL1, *_ = aten._scaled_dot_product_cudnn_attention(
             query_BHLD, key_BGSD, value_BGSD, None, True, 0.0, block.causal, False, scale=block.scale
         )

@@ -16,9 +16,7 @@ class FlashBackend:
     def refusal(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> str | None:
         return _needs_plain_16_bit_cuda(query_BHLD, value_BGSD, block, largest_head=256)
 
-    def forward(
-        self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block
-    ) -> tuple[Tensor, Tensor, None]:
+    def forward(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> tuple[Tensor, Tensor, None]:
         out_BHLD, lse_BHL, *_ = aten._scaled_dot_product_flash_attention(
             query_BHLD, key_BGSD, value_BGSD, 0.0, block.causal, False, scale=block.scale
         )

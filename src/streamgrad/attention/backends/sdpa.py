@@ -27,9 +27,7 @@ class SdpaBackend:
             return "no CUDA kernel for float64"
         return None
 
-    def forward(
-        self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block
-    ) -> tuple[Tensor, Tensor, None]:
+    def forward(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> tuple[Tensor, Tensor, None]:
         bias = additive(block.mask, query_BHLD.dtype)
         if query_BHLD.device.type == "cpu":
             out_BHLD, lse_BHL = aten._scaled_dot_product_flash_attention_for_cpu(

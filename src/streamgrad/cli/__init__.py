@@ -1,0 +1,39 @@
+"""The command line. Its packages (typer, rich, matplotlib) are an extra, so they are imported only once a command runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_EXTRA = {"typer", "rich", "matplotlib"}
+
+
+class CheckFailed(Exception):
+    """A command ran and found something wrong; the message says what."""
+
+
+def main() -> None:
+    """Run the command in `sys.argv`."""
+    with one_line_errors():
+        from streamgrad.cli.app import app
+
+        app()
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """What a user can act on ends the program with one line and exit code 1; anything else is a bug and keeps its traceback."""
+    try:
+        yield
+    except (CheckFailed, ValueError, TypeError) as error:
+        sys.exit(f"streamgrad: {error}")
+    except torch.OutOfMemoryError as error:
+        sys.exit(f"streamgrad: out of memory: {str(error).splitlines()[0]}")
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRA:
+            raise
+        sys.exit(f'streamgrad: the command line needs {package}, which is not installed. Run: pip install "streamgrad[cli]"')

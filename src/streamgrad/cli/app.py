@@ -1,0 +1,136 @@
+"""The commands and their options; what they do is in the modules they call."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import streamgrad
+from streamgrad.bench import linear
+from streamgrad.cli import demo as demo_command
+
+app = typer.Typer(
+    help="Exact gradients of causal language models at sequence lengths that ordinary backpropagation cannot hold.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    epilog="Examples: `python -m streamgrad demo` or `python -m streamgrad bench linear`",
+)
+bench = typer.Typer(help="Measure time and memory; each benchmark appends its rows to a file.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    float64 = "float64"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Device(StrEnum):
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"streamgrad {streamgrad.__version__} (torch {torch.__version__})")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Where the plot goes.")] = Path("out/demo.png"),
+    memory_image: Annotated[Path | None, typer.Option(help="Also save the memory half of the plot alone.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A few seconds: fewer steps, shorter sequences.")] = False,
+) -> None:
+    """Train a small model twice, with ordinary backpropagation and streamed, and compare gradients, losses and memory.
+
+    Needs no download and no GPU. Exits with 1 if the gradients differ.
+
+    **Examples**
+
+    `python -m streamgrad demo`
+
+    `python -m streamgrad demo --quick --out /tmp/demo.png`
+    """
+    demo_command.run(demo_command.QUICK if quick else demo_command.FULL, out=out, memory_image=memory_image, console=Console())
+
+
+@bench.command("linear")
+def bench_linear(
+    rows: Annotated[int | None, typer.Option(min=1, help="Rows of X.", show_default="4096")] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="Columns of X; W1 and W2 are square.", show_default="512")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Of X, W1 and W2.", show_default="float32")] = None,
+    device: Annotated[Device | None, typer.Option(help="Where to run.", show_default="cuda if there is one, else cpu")] = None,
+    paper: Annotated[bool, typer.Option("--paper", help="The paper's shape, 1e6 x 16384 in bfloat16 (a GPU of 80 GB).")] = False,
+    out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = linear.RESULTS,
+) -> None:
+    """The paper's linear example, L = sum(X W1 W2): standard backpropagation against 20 to 500 partitions of X's rows.
+
+    **Examples**
+
+    `python -m streamgrad bench linear --rows 4096 --width 512 --device cpu --dtype float32`
+
+    `python -m streamgrad bench linear --paper`
+    """
+    has_cuda = torch.cuda.is_available()
+    if device == Device.cuda and not has_cuda:
+        raise ValueError("--device cuda needs a GPU that torch can see, and it sees none. Pass --device cpu.")
+    target = torch.device(device or ("cuda" if has_cuda else "cpu"))
+    if paper:
+        if (rows, width, dtype) != (None, None, None):
+            raise ValueError("--paper sets --rows, --width and --dtype itself. Leave those out, or leave --paper out.")
+        if target.type != "cuda":
+            raise ValueError(f"--paper on {target.type} will not do: X alone is 32.8 GB. Run it on a GPU of 80 GB or more.")
+        rows, width, dtype = linear.PAPER_ROWS, linear.PAPER_WIDTH, Dtype(linear.PAPER_DTYPE)
+    records = linear.measure_linear(
+        rows=rows or 4096, width=width or 512, device=target, dtype=getattr(torch, dtype or Dtype.float32)
+    )
+    console = Console()
+    with console.status("Measuring ..."):
+        rows_done = list(records)
+    linear.append_records(out, rows_done)
+    console.print(_linear_table(rows_done))
+    if paper:
+        console.print(linear.PAPER_NOTE)
+    console.print(f"Records appended to {out}", soft_wrap=True)
+
+
+def _linear_table(records: list[linear.LinearRecord]) -> Table:
+    """Our numbers, and the paper's beside them where the shape is the paper's."""
+    first = records[0]
+    is_paper_shape = first.shape == {"rows": linear.PAPER_ROWS, "width": linear.PAPER_WIDTH}
+    title = f"L = sum(X W1 W2), X {first.shape['rows']} x {first.shape['width']}, {first.dtype}, {first.device}"
+    table = Table(title=title, title_justify="left")
+    table.add_column("method")
+    for name in ("partitions", "peak above inputs", "step"):
+        table.add_column(name, justify="right")
+    if is_paper_shape:
+        table.add_column("paper: intermediate", justify="right")
+        table.add_column("paper: step", justify="right")
+    for record in records:
+        if record.step_ms is None or record.peak_bytes is None:
+            measured = [f"does not fit ({record.error})", "-"]
+        else:
+            measured = [f"{record.peak_bytes / 1e6:,.1f} MB", f"{record.step_ms:,.1f} ms"]
+        cells = [record.method, str(record.partitions), *measured]
+        if is_paper_shape:
+            gigabytes, seconds = linear.PAPER_RESULTS[record.partitions]
+            cells += [f"{1e3 * gigabytes:,.1f} MB", f"{1e3 * seconds:,.1f} ms"]
+        table.add_row(*cells)
+    return table

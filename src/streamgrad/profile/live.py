@@ -1,0 +1,77 @@
+"""Bytes of live tensors, counted: every storage that torch operations make, from its birth to its death.
+
+On a GPU the allocator keeps this count (`torch.cuda.max_memory_allocated`); on CPU nothing does, so `LiveBytes` watches each
+operation. It slows a program down several times and is meant for tests and demonstrations.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """`with LiveBytes() as live: ...; live.peak_bytes` is the most that tensors made inside the block held at one time.
+
+    `largest` is the shape and size of the biggest single storage made inside the block.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.largest: tuple[int, tuple[int, ...]] = (0, ())
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        # Inputs made before the block are known from their first use on; they are not counted.
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                self._meet(leaf, born_here=False)
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._meet(leaf, born_here=True)
+        return result
+
+    def _meet(self, tensor: Tensor, *, born_here: bool) -> None:
+        if tensor.device.type == "meta":
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known.add(key)
+        size = storage.nbytes() if born_here else 0
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.largest = max(self.largest, (size, tuple(tensor.shape)))
+        weakref.finalize(storage, self._die, key, size)
+
+    def _die(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live_bytes -= size
+
+
+def live_bytes_of(tensors: list[Tensor]) -> int:
+    """Bytes of the distinct storages behind `tensors`."""
+    return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
+
+
+def peak_bytes_of(function: Any, device: torch.device) -> tuple[Any, int]:
+    """`(function(), peak bytes it held above what was there before)`, by the allocator on CUDA and by counting elsewhere."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        result = function()
+        torch.cuda.synchronize(device)
+        return result, torch.cuda.max_memory_allocated(device) - before
+    with LiveBytes() as live:
+        result = function()
+    return result, live.peak_bytes

@@ -1,0 +1,198 @@
+"""Bad input is refused before any work, with the model untouched, by an error that names the value, the cause and the fix."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+import batches
+import streamgrad
+from gradients import run_step
+from tiny import tiny_model, tokens
+
+
+@pytest.fixture
+def model():
+    return tiny_model("llama")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"chunk_size": 0}, ValueError, "chunk_size=0 .*at least 1"),
+        ({"chunk_size": -3}, ValueError, "chunk_size=-3"),
+        ({"chunk_size": 2.5}, TypeError, "chunk_size=2.5 is a float"),
+        ({"chunk_size": True}, TypeError, "chunk_size=True is a bool"),
+        ({"head_chunk_size": 0}, ValueError, "head_chunk_size=0"),
+        ({"keep": "everything"}, ValueError, "keep='everything' .*'input'"),
+        ({"attention": "fast"}, ValueError, "attention='fast' .*'eager'"),
+        ({"chunksize": 4}, TypeError, "'chunksize' is not a streamgrad option.*chunk_size"),
+        ({"config": {"chunk_size": 4}}, TypeError, "StreamConfig"),
+    ],
+)
+def test_bad_options(model, options, error, words):
+    with pytest.raises(error, match=words):
+        streamgrad.enable(model, **options)
+    assert not streamgrad.is_enabled(model)
+    assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize("thing", [None, "Qwen/Qwen3-8B", torch.nn.Linear(2, 2)])
+def test_not_a_hugging_face_model(thing):
+    with pytest.raises(TypeError, match="PreTrainedModel"):
+        streamgrad.enable(thing)
+
+
+def build(kind, model_type, **options):
+    small = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    return kind.from_config(AutoConfig.for_model(model_type, **(small | options)))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: build(AutoModelForSeq2SeqLM, "t5", d_model=32, num_layers=2, num_heads=4, d_kv=8, d_ff=48), "encoder-decoder"),
+        (lambda: build(AutoModel, "resnet", hidden_sizes=[8, 8], depths=[1, 1], embedding_size=8), "no list of decoder layers"),
+        (lambda: build(AutoModelForCausalLM, "mamba", state_size=4), "MambaForCausalLM cannot be streamed"),
+        (lambda: build(AutoModelForCausalLM, "recurrent_gemma", lru_width=32, head_dim=8), "Conv1d, which mixes tokens"),
+        (lambda: build(AutoModelForCausalLM, "bloom"), "BloomForCausalLM cannot be streamed"),
+        (
+            lambda: build(AutoModelForCausalLM, "gemma3_text", use_bidirectional_attention=True, head_dim=8),
+            "bidirectional attention",
+        ),
+    ],
+    ids=["t5", "resnet", "mamba", "recurrent_gemma", "bloom", "bidirectional"],
+)
+def test_models_that_cannot_be_streamed_are_refused_by_name(make, words):
+    model = make()
+    with pytest.raises(ValueError, match=words):
+        streamgrad.enable(model)
+    assert "forward" not in vars(model)
+
+
+def test_linear_attention_layers_are_refused_by_type():
+    model = tiny_model("qwen3")
+    model.config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(ValueError, match="linear_attention, which carry state"):
+        streamgrad.enable(model)
+
+
+def test_enabled_with_other_options(model):
+    streamgrad.enable(model, chunk_size=4)
+    assert streamgrad.enable(model, chunk_size=4) is model
+    with pytest.raises(ValueError, match="already enabled.*chunk_size=4.*disable"):
+        streamgrad.enable(model, chunk_size=5)
+    assert model.model._streamgrad.config.chunk_size == 4
+
+
+def test_disable_twice_and_on_a_stock_model(model):
+    streamgrad.disable(model)
+    streamgrad.enable(model)
+    streamgrad.disable(streamgrad.disable(model))
+    assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize("shape", [(2, 22), (3, 23), (46,)])
+def test_labels_of_another_shape(model, shape):
+    streamgrad.enable(model)
+    with pytest.raises(ValueError, match="labels have shape .* but the input \\(2, 23\\)"):
+        model(input_ids=tokens(2, 23), labels=torch.zeros(shape, dtype=torch.long))
+
+
+@pytest.mark.parametrize("wrong", [61, 1000, -1])
+def test_labels_outside_the_vocabulary(model, wrong):
+    streamgrad.enable(model)
+    batch = batches.plain(model)
+    batch["labels"][1, 5] = wrong
+    with pytest.raises(ValueError, match=f"target {wrong} is outside the vocabulary of 61"):
+        model(**batch)
+
+
+def test_a_label_on_a_row_that_sees_no_key(model):
+    """Left padding with labels on every real token: the first would be predicted from padding."""
+    streamgrad.enable(model)
+    batch = batches.left_padded(model)
+    batch["labels"][1, 12] = 5
+    with pytest.raises(ValueError, match=r"labels\[1, 12\] = 5 would be predicted from token 11.*-100"):
+        model(**batch)
+
+
+def test_a_label_on_a_fully_masked_row_of_a_4d_mask(model):
+    streamgrad.enable(model)
+    batch = batches.dense_mask(model)
+    batch["attention_mask"][0, 0, 8] = torch.finfo(torch.float64).min
+    with pytest.raises(ValueError, match=r"labels\[0, 9\]"):
+        model(**batch)
+
+
+def test_a_4d_mask_that_looks_ahead(model):
+    streamgrad.enable(model, chunk_size=5)
+    batch = batches.dense_mask(model)
+    batch["attention_mask"][1, 0, 6, 9] = 0.0
+    with pytest.raises(ValueError, match="lets token 6 see token 9"):
+        model(**batch)
+
+
+def test_a_4d_mask_of_another_length(model):
+    streamgrad.enable(model)
+    batch = batches.dense_mask(model)
+    batch["attention_mask"] = batch["attention_mask"][..., :20]
+    with pytest.raises(ValueError, match="4-D attention mask has shape"):
+        model(**batch)
+
+
+def test_a_2d_mask_of_another_length(model):
+    streamgrad.enable(model)
+    with pytest.raises(ValueError, match="23 queries see 30 keys"):
+        model(input_ids=tokens(2, 23), attention_mask=torch.ones(2, 30, dtype=torch.long))
+
+
+def test_boundaries_that_do_not_fit_the_sequence(model):
+    streamgrad.enable(model)
+    ends = torch.tensor([0, 9, 20], dtype=torch.int32)
+    with pytest.raises(ValueError, match="cu_seq_lens runs from 0 to 20, but the packed sequence has 23"):
+        model(input_ids=tokens(1, 23), cu_seq_lens_q=ends, cu_seq_lens_k=ends)
+
+
+def test_what_needs_whole_layers_is_refused_while_gradients_are_computed(model):
+    streamgrad.enable(model)
+    with pytest.raises(ValueError, match="output_attentions=True cannot be streamed"):
+        model(input_ids=tokens(1, 5), output_attentions=True)
+    moe = streamgrad.enable(tiny_model("qwen3_moe"))
+    with pytest.raises(ValueError, match="output_router_logits=True cannot be streamed"):
+        moe(input_ids=tokens(1, 5), output_router_logits=True)
+
+
+def test_a_filled_cache_is_refused_and_use_cache_is_dropped_with_a_warning(model):
+    streamgrad.enable(model)
+    with torch.no_grad():
+        cache = model(input_ids=tokens(1, 5), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="past_key_values holds 5 tokens"):
+        model(input_ids=tokens(1, 3), past_key_values=cache)
+    with pytest.warns(UserWarning, match="use_cache=True is ignored"):
+        assert model(input_ids=tokens(1, 3), use_cache=True).past_key_values is None
+
+
+def test_an_explicit_kernel_that_cannot_do_the_job_says_why():
+    model = streamgrad.enable(tiny_model("gemma2"), attention="sdpa")
+    with pytest.raises(ValueError, match="sdpa: .*no softcap.*attention=.auto"):
+        run_step(model, batches.plain(model))
+
+
+def test_an_error_in_a_step_leaves_the_model_as_it_was(model):
+    """A failing forward restores layers and configuration; the next step is right."""
+    streamgrad.enable(model, chunk_size=5)
+    before = {name: vars(module).keys() for name, module in model.named_modules()}
+    with pytest.raises(IndexError):
+        model(input_ids=torch.full((1, 9), 10_000))
+    hook = model.model.layers[1].mlp.register_forward_hook(_explode)
+    with pytest.raises(ArithmeticError):
+        model(**batches.plain(model))
+    hook.remove()
+    assert model.config._attn_implementation == "sdpa"
+    assert {name: vars(module).keys() for name, module in model.named_modules()} == before
+
+
+def _explode(*_):
+    raise ArithmeticError
