@@ -74,7 +74,7 @@ def test_models_that_cannot_be_streamed_are_refused_by_name(make, words):
 def test_linear_attention_layers_are_refused_by_type():
     model = tiny_model("qwen3")
     model.config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(ValueError, match="linear_attention, which carry state"):
+    with pytest.raises(ValueError, match="linear_attention, and only full"):
         streamgrad.enable(model)
 
 

@@ -16,7 +16,7 @@ from streamgrad.profile.live import LiveBytes
 from tiny import tiny_model, tokens
 
 SHAPE = {
-    "hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8,
+    "hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
     "vocab_size": 1000,
 }  # fmt: skip
 
@@ -37,7 +37,9 @@ def model_and_step(length: int, *, batch: int = 1, family: str = "llama", **opti
 
 
 def flops(step) -> int:
-    with FlopCounterMode(display=False) as counter:
+    # The counter knows addmm but not its in-place form.
+    in_place = {torch.ops.aten.addmm_: lambda total, left, right, out_shape=None, **_: 2 * left[0] * left[1] * right[1]}
+    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
         step()
     return counter.get_total_flops()
 
@@ -90,7 +92,7 @@ def test_forward_calls_per_projection(keep):
     calls = Counter()
     for name, module in model.model.layers[1].named_modules():
         if isinstance(module, torch.nn.Linear):
-            module.register_forward_hook(lambda *_, name=name.split(".")[-1]: calls.update([name]))
+            module.register_forward_hook(lambda *_, name=name: calls.update([name.split(".")[-1]]))
     step()
     chunks = 5
     again = {"input": 3 * chunks, "attention": 2 * chunks, "all": 1}[keep]
@@ -153,7 +155,7 @@ def test_nothing_of_sequence_times_wide_is_ever_made(family, keep, padded):
         assert len(tokens_in_shape) <= 1, f"(T x T) tensor {shape}"
         others = [size for size in shape if size not in tokens_in_shape]
         for wide in (SHAPE["intermediate_size"], SHAPE["vocab_size"], SHAPE["num_attention_heads"]):
-            if tokens_in_shape and wide in others and chunk not in others:
+            if tokens_in_shape and wide in others and not {chunk, length % chunk} & set(others):
                 # (heads, chunk, keys) scores of one chunk are allowed; (T, heads, ...) is not.
                 pytest.fail(f"full-length wide tensor {shape}")
 
@@ -163,7 +165,7 @@ def test_nothing_of_sequence_times_wide_is_ever_made(family, keep, padded):
 
 def peak(length: int, chunk_size: int, *, keep: str) -> int:
     model, step = model_and_step(length)
-    streamgrad.enable(model, chunk_size=chunk_size, head_chunk_size=chunk_size, keep=keep)
+    streamgrad.enable(model, chunk_size=chunk_size, head_chunk_size=4, keep=keep)
     with LiveBytes() as live:
         step()
     return live.peak_bytes
@@ -172,21 +174,21 @@ def peak(length: int, chunk_size: int, *, keep: str) -> int:
 def test_peak_bytes_a_token_are_the_tensors_that_must_exist():
     """Slope of the peak over T at a fixed chunk, in bytes a token, against the list in docs/how-it-works.md.
 
-    fp32, width E = 64, 2 layers, keys and values G * D = 16 each. At the peak, in the first layer's backward: the embedding and
-    the first layer's output (kept inputs of the two layers; the second is freed by then), the gradient coming in and the one
-    going out, keys, values and their gradients, rotary cos and sin, token ids, targets and positions.
+    fp32, 2 layers. At the peak, in a layer's backward: the embedding and
+    the first layer's output (the kept inputs of two layers), the gradient coming in and the one going out, keys, values, the
+    sums of their gradients, one block's term of those sums as the kernel returns it, and the rotary cos and sin.
     """
     slope = (peak(1024, 32, keep="input") - peak(512, 32, keep="input")) / 512
-    hidden, kv, rotary, index = 64 * 4, 16 * 4, 8 * 4, 8
-    must_exist = 2 * hidden + 2 * hidden + 4 * kv + 2 * rotary
-    assert must_exist - hidden <= slope <= must_exist + hidden + 6 * index
+    hidden, kv, rotary = (4 * size for size in (SHAPE["hidden_size"], 2 * SHAPE["head_dim"], SHAPE["head_dim"]))
+    must_exist = 4 * hidden + 6 * kv + 2 * rotary
+    assert slope == pytest.approx(must_exist, rel=0.03)
 
 
-def test_peak_grows_with_the_chunk_and_not_with_t_beyond_that():
-    """What a chunk adds is the same at every length."""
+def test_what_a_chunk_adds_does_not_grow_with_t():
+    """A larger chunk costs no more at a longer sequence (less, once the peak is where the keys' gradients are summed)."""
     costs = [peak(length, 96, keep="input") - peak(length, 32, keep="input") for length in (384, 768, 1152)]
-    assert costs[0] > 0
-    assert max(costs) - min(costs) < 0.1 * max(costs)
+    assert min(costs) > 0
+    assert max(costs) <= 1.02 * costs[0]
 
 
 def test_far_below_checkpointing():

@@ -37,7 +37,13 @@ def gradients_of(loss, leaves):
     return torch.autograd.grad(loss, [leaf for leaf in leaves if leaf is not None])
 
 
-MAPS = [{}, {"temperature": 0.7}, {"logit_scale": 0.3}, {"softcap": 2.5}, {"softcap": 2.5, "logit_scale": 1.7, "temperature": 1.3}]
+MAPS = [
+    {},
+    {"temperature": 0.7},
+    {"logit_scale": 0.3},
+    {"softcap": 2.5},
+    {"softcap": 2.5, "logit_scale": 1.7, "temperature": 1.3},
+]
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -199,7 +205,9 @@ def test_any_shape(n, e, v, chunk_size, ignored, temperature, softcap, seed):
     targets = targets.masked_fill(torch.rand(n, generator=torch.Generator().manual_seed(seed)) < ignored, -100)
     options = {"temperature": temperature, "softcap": softcap}
     expected = F.cross_entropy(reference_logits(hidden, weight, bias, **options), targets, reduction="sum")
-    actual = streamgrad.linear_cross_entropy(hidden, weight, targets, bias=bias, reduction="sum", chunk_size=chunk_size, **options)
+    actual = streamgrad.linear_cross_entropy(
+        hidden, weight, targets, bias=bias, reduction="sum", chunk_size=chunk_size, **options
+    )
     logprobs = streamgrad.token_logprobs(hidden, weight, targets, bias=bias, chunk_size=chunk_size, **options)
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(-logprobs.sum(), expected, rtol=1e-10, atol=1e-12)

@@ -64,7 +64,11 @@ def tiny_model(family: str, *, dtype: torch.dtype = torch.float64, seed: int = 0
                 parameter.add_(0.2 * torch.randn_like(parameter))
             else:
                 parameter.copy_(torch.randn_like(parameter) * 0.25)
-    return model.to(dtype).train()
+    model = model.to(dtype)
+    for module in model.modules():
+        if isinstance(getattr(module, "inv_freq", None), torch.Tensor):
+            module.inv_freq = module.inv_freq.float()  # rotary angles are float32 in every model
+    return model.train()
 
 
 def tokens(batch: int, length: int, *, seed: int = 1) -> torch.Tensor:

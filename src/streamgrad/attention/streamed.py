@@ -42,8 +42,9 @@ def streamed_attention(
         sink_H: a score per head that takes part in the softmax and carries no value (gpt-oss).
     """
     if key_BGLD is not chunk.own_key or value_BGLD is not chunk.own_value:
-        raise SeamError("its attention changes keys or values after past_key_values.update")
+        raise SeamError("its attention changes keys or values after past_key_values.update (as latent attention does)")
     chunk.attention_calls += 1
+    query_BHLD = _with_dense_rows(query_BHLD)
     parts = _parts(chunk, Block(scale=scale, softcap=softcap, dropout=dropout), query_BHLD.device)
     return _StreamedAttention.apply(chunk, parts, query_BHLD, key_BGLD, value_BGLD, sink_H)
 
@@ -91,6 +92,7 @@ class _StreamedAttention(torch.autograd.Function):
     def backward(ctx: Any, dout_BHLD: Tensor) -> tuple[Tensor | None, ...]:
         chunk: Chunk = ctx.chunk
         query_BHLD, out_BHLD, lse_BHL, sink_H = ctx.saved_tensors
+        dout_BHLD = _with_dense_rows(dout_BHLD)
         dquery_BHLD: Tensor | None = None
         for (first, last, block), state in zip(ctx.parts, ctx.states, strict=True):
             key, value = chunk.stream.read(first, last)
@@ -108,6 +110,11 @@ class _StreamedAttention(torch.autograd.Function):
             delta_BHL = (dout_BHLD.to(lse_BHL.dtype) * out_BHLD.to(lse_BHL.dtype)).sum(dim=-1)
             dsink_H = -(weight_BHL * delta_BHL).sum(dim=(0, 2)).to(sink_H.dtype)
         return None, None, dquery_BHLD.to(query_BHLD.dtype), dkey_BGLD, dvalue_BGLD, dsink_H
+
+
+def _with_dense_rows(tensor_BHLD: Tensor) -> Tensor:
+    """Kernels read a head's values as consecutive; called below scaled_dot_product_attention, they do not check it."""
+    return tensor_BHLD if tensor_BHLD.stride(-1) == 1 else tensor_BHLD.contiguous()
 
 
 def _attend(chunk: Chunk, parts: list[_Part], query_BHLD: Tensor) -> tuple[Tensor, Tensor, list[object]]:

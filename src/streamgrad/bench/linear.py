@@ -130,8 +130,7 @@ class LinearRecord:
 
 def measure_linear(*, rows: int, width: int, device: torch.device, dtype: torch.dtype) -> Iterator[LinearRecord]:
     """One record per entry of `PARTITIONS`, where 1 stands for standard backpropagation."""
-    for partitions in PARTITIONS:
-        _check_partitions(partitions, rows=rows)
+    _check_partitions(max(PARTITIONS), rows=rows)
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(rows, width, generator=generator, device=device, dtype=dtype)
     w1, w2 = torch.randn(2, width, width, generator=generator, device=device, dtype=dtype).mul_(width**-0.5)
@@ -193,4 +192,5 @@ def _wait_for(device: torch.device) -> None:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{device.type}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{device.type}, {threads} thread{'s' if threads > 1 else ''}"

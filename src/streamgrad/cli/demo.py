@@ -79,6 +79,8 @@ def run(settings: Settings, *, out: Path, memory_image: Path | None, console: Co
     import matplotlib.figure  # noqa: F401
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    # Matrices this small gain little from more threads, and threads that wait for a busy core make a step several times slower.
+    torch.set_num_threads(1)
     model = demo_model().to(device)
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     about = f"{model.config.num_hidden_layers}-layer Qwen3-shaped model, {size:.1f} M parameters, fp32, {device.type}"
@@ -208,14 +210,14 @@ def _memory_table(peaks: dict[str, list[int]], settings: Settings) -> Table:
 def plot(training: Training | None, peaks: dict[str, list[int]], settings: Settings, footer: str, path: Path) -> None:
     """Loss curves (where there is a training) and memory against length, side by side."""
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Figure(figsize=(6, 4) if training is None else (11, 4.2), layout="constrained")
+    figure = Figure(figsize=(6, 4) if training is None else (11, 4.2), layout=ConstrainedLayoutEngine(wspace=0.05))
     axes = figure.subplots(1, 1 if training is None else 2, squeeze=False)[0]
     if training is not None:
         _draw_losses(axes[0], training)
     _draw_memory(axes[-1], peaks, settings.memory_lengths)
     figure.supxlabel(footer, fontsize=8, color="dimgray")
-    figure.get_layout_engine().set(wspace=0.05)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -135,6 +136,12 @@ class Chunk:
         if self.attention_calls != 1:
             raise SeamError(f"its layer called the registered attention function {self.attention_calls} times instead of once")
 
+    def __getattr__(self, name: str) -> Any:
+        raise UnknownSeamAttribute(f"its layers read {name!r} of their mask or cache, which a chunk of a sequence does not have")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise SeamError("its layers index their mask or cache themselves")
+
     def release(self) -> None:
         """Drop the tensors that tie a finished chunk to its graph."""
         self.own_key = self.own_value = None
@@ -142,3 +149,7 @@ class Chunk:
 
 class SeamError(ValueError):
     """A layer that cannot be streamed exactly; the message completes the sentence "X cannot be streamed: ..."."""
+
+
+class UnknownSeamAttribute(SeamError, AttributeError):
+    """Also an AttributeError, so that `hasattr` and `getattr` with a default work on a chunk."""

@@ -82,14 +82,14 @@ class _StreamedLayer(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout_BTE: Tensor) -> tuple[Tensor | None, ...]:
         call: StreamedCall = ctx.call
-        h_BTE, *saved = ctx.saved_tensors
+        h_BTE, *saved = (tensor.detach() for tensor in ctx.saved_tensors)
         _check_unchanged(ctx.parameters, ctx.versions)
         shadows = Shadows(ctx.parameters)
         with shadows.installed_in(call.layer), ctx.autocast.restored():
             stream, kept = _restore_stream(ctx, h_BTE, saved)
             dh_BTE = torch.empty_like(h_BTE) if ctx.needs_input_grad[1] else None
             for index, (start, stop) in reversed(list(enumerate(call.spans(h_BTE)))):
-                h_BLE = h_BTE[:, start:stop].detach().requires_grad_(dh_BTE is not None)
+                h_BLE = h_BTE[:, start:stop].requires_grad_(dh_BTE is not None)
                 chunk = call.chunk((start, stop), stream, write_keys=False, kept=kept[index])
                 with torch.enable_grad(), ctx.tape.replaying(index):
                     out_BLE = call.run(h_BLE, chunk)
@@ -105,6 +105,7 @@ def _forward(
     call: StreamedCall, h_BTE: Tensor, tape: RandomTape, *, keep_attention: bool
 ) -> tuple[Tensor, KeyValueStream, list[KeptAttention | None]]:
     """All chunks in order, without a graph."""
+    h_BTE = h_BTE.detach()  # or chunks would claim to need a gradient, and hooks on submodules would believe them
     stream = KeyValueStream(h_BTE.shape[1])
     kept: list[KeptAttention | None] = []
     out_BTE: Tensor | None = None

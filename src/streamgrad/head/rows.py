@@ -56,4 +56,3 @@ def flatten(hidden: Tensor, weight_VE: Tensor, targets: Tensor) -> tuple[Tensor,
     if targets.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"targets are {targets.dtype}; token ids must be int64 or int32.")
     return hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).to(device=hidden.device, dtype=torch.int64)
-

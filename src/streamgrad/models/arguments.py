@@ -29,6 +29,7 @@ class LayerArguments:
     attention_mask: Any
     others: dict[str, Any]
     cache_name: str
+    returns_tuple: bool = False
 
     @classmethod
     def bind(cls, layer: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> LayerArguments:
@@ -52,12 +53,13 @@ class LayerArguments:
         return cls(forward, hidden_states, attention_mask, values, cache_name)
 
     def run(self, h_BLE: Tensor, chunk: Chunk) -> Tensor:
+        """The layer's hidden states for one chunk; a layer that wraps them in a 1-tuple is unwrapped."""
         others = {name: _cut(name, value, chunk.start, chunk.stop) for name, value in self.others.items()}
         out = self.forward(h_BLE, attention_mask=chunk, **{self.cache_name: chunk}, **others)
         if isinstance(out, tuple):
             if len(out) != 1:
                 raise SeamError(f"its layers return {len(out)} values, and only hidden states can be streamed")
-            out = out[0]
+            out, self.returns_tuple = out[0], True
         if not isinstance(out, Tensor) or out.shape[:2] != h_BLE.shape[:2]:
             raise SeamError("its layers do not return one hidden state per token")
         return out

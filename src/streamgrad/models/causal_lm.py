@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from streamgrad.attention.masks import rows_without_keys
 from streamgrad.config import StreamConfig
@@ -72,6 +72,15 @@ class LogitsPlaceholder:
         raise SeamError(f"its forward applies {getattr(function, '__name__', function)} to the logits")
 
 
+class _AnyOutput(BaseModelOutputWithPast):
+    """A decoder output of which every field but the hidden states is None, whatever a family calls its fields."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
 class _Stub(nn.Module):
     """A child module that returns a fixed value, for tracing a forward without running anything."""
 
@@ -92,7 +101,7 @@ def traced_logit_map(model: PreTrainedModel, decoder: nn.Module, head: nn.Module
         if child is head:
             probe._modules[name] = _Stub(LogitsPlaceholder())
         elif child is not None and any(module is decoder for module in child.modules()):
-            probe._modules[name] = _Stub(MoeModelOutputWithPast(last_hidden_state=hidden))
+            probe._modules[name] = _Stub(_AnyOutput(last_hidden_state=hidden))
     recorded: list[Any] = []
 
     def record(logits: Any, *args: Any, **kwargs: Any) -> Tensor:

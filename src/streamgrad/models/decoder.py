@@ -138,10 +138,10 @@ def _streamed_forward(
     hf_config: Any,
     stream: DecoderStream,
     masks: dict[int, CausalMask | DenseMask],
-) -> Callable[..., Tensor]:
+) -> Callable[..., Tensor | tuple[Tensor]]:
     """`forward`, streamed; `masks` is shared by the layers of one call, most of which are given the same mask."""
 
-    def streamed(*args: Any, **kwargs: Any) -> Tensor:
+    def streamed(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
         arguments = LayerArguments.bind(layer, forward, args, kwargs)
         key = id(arguments.attention_mask)
         if key not in masks:
@@ -159,7 +159,8 @@ def _streamed_forward(
             chunk_size=stream.config.chunk_size,
             keep_attention=stream.config.keep == "attention",
         )
-        return call(arguments.hidden_states)
+        out_BTE = call(arguments.hidden_states)
+        return (out_BTE,) if arguments.returns_tuple else out_BTE
 
     return streamed
 

@@ -7,7 +7,7 @@ that cannot be cut) raises `SeamError` there, so nothing is ever run wrongly.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 
 from streamgrad.models.arguments import CACHE_NAMES, cache_argument
 
+# Rotary embeddings whose frequencies follow the longest position they are shown: a chunk would show them its own.
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _STREAMABLE_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -55,7 +57,7 @@ def find_parts(model: PreTrainedModel) -> Parts:
     layers = _decoder_layers(decoder, getattr(config, "num_hidden_layers", None))
     if not layers:
         raise ValueError(
-            f"{name} cannot be streamed: {type(decoder).__name__} has no list of decoder layers. Pass a causal language model."
+            f"{name} cannot be streamed: {type(decoder).__name__}, which get_decoder() returns, has no list of decoder layers."
         )
     for reason in _refusals(decoder, layers, config):
         raise ValueError(f"{name} cannot be streamed: {reason}.")
@@ -68,20 +70,30 @@ def _decoder_layers(decoder: nn.Module, count: int | None) -> list[nn.Module]:
     return list((exact or lists or [nn.ModuleList()])[0])
 
 
-def _refusals(decoder: Any, layers: list[nn.Module], config: Any):
-    if not isinstance(decoder, PreTrainedModel) or not getattr(decoder, "_supports_attention_backend", False):
-        yield "its attention does not go through transformers' AttentionInterface"
+def _refusals(decoder: Any, layers: list[nn.Module], config: Any) -> Iterator[str]:
+    """Why the decoder cannot be streamed exactly, the most telling reason first."""
     kinds = set(getattr(config, "layer_types", None) or ()) - _STREAMABLE_LAYER_TYPES
     if kinds:
-        yield f"it has layers of type {', '.join(sorted(kinds))}, which carry state along the sequence other than keys and values"
+        yield f"it has layers of type {', '.join(sorted(kinds))}, and only full and sliding-window attention is streamed"
+    for layer in layers:
+        for path, module in layer.named_modules():
+            place = f"{type(layer).__name__}.{path}"
+            if isinstance(module, nn.Conv1d | nn.Conv2d | nn.RNNBase):
+                yield f"{place} is a {type(module).__name__}, which mixes tokens outside of attention"
+            if getattr(module, "rope_type", None) in _LENGTH_DEPENDENT_ROPE:
+                yield f"{place} is inside the layer and depends on the sequence length ({module.rope_type} rotary embedding)"
+    if not isinstance(decoder, PreTrainedModel) or not getattr(decoder, "_supports_attention_backend", False):
+        yield "its attention does not go through transformers' AttentionInterface"
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
         yield "its configuration asks for bidirectional attention"
+    if getattr(config, "output_router_logits", False):
+        yield (
+            "its configuration sets output_router_logits, and a load-balancing loss needs the router logits of all tokens with "
+            "their gradient; set config.output_router_logits = False"
+        )
     for layer in layers:
         if cache_argument(own_forward(layer)) is None:
             yield f"{type(layer).__name__} takes no key/value cache (none of {', '.join(CACHE_NAMES)})"
-        for path, module in layer.named_modules():
-            if isinstance(module, nn.Conv1d | nn.Conv2d | nn.RNNBase):
-                yield f"{type(layer).__name__}.{path} is a {type(module).__name__}, which mixes tokens outside of attention"
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
