@@ -118,6 +118,14 @@ def test_a_label_on_a_row_that_sees_no_key(model):
         model(**batch)
 
 
+def test_a_label_on_a_padded_row_whose_window_holds_only_padding():
+    model = streamgrad.enable(tiny_model("mistral"))
+    batch = batches.right_padded(model)
+    batch["labels"][2, 12] = 5  # row 2 has 4 real tokens and the window is 6
+    with pytest.raises(ValueError, match=r"labels\[2, 12\] = 5 would be predicted from token 11"):
+        model(**batch)
+
+
 def test_a_label_on_a_fully_masked_row_of_a_4d_mask(model):
     streamgrad.enable(model)
     batch = batches.dense_mask(model)

@@ -68,7 +68,8 @@ def test_flops_of_a_step(keep, chunk_size):
     attention = attention_passes * pairs * SHAPE["num_attention_heads"] * SHAPE["head_dim"]
     # The last position predicts nothing and is not multiplied.
     head = 3 * (length - 1) * SHAPE["hidden_size"] * SHAPE["vocab_size"]
-    assert flops(step) == 2 * (2 * (length * linear + attention) + head)
+    # Some versions of transformers make rotary angles by a product, of a few thousand FLOPs.
+    assert flops(step) == pytest.approx(2 * (2 * (length * linear + attention) + head), rel=1e-4)
 
 
 def test_fewer_flops_than_checkpointing():

@@ -57,7 +57,9 @@ def tiny_config(family: str, **changes):
 def tiny_model(family: str, *, dtype: torch.dtype = torch.float64, seed: int = 0, **changes) -> PreTrainedModel:
     """A randomly initialised model in training mode, with weights large enough that every part matters for the loss."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(family, **changes))
+    # With sdpa, transformers 5.17 leaves out Gemma 2's softcap.
+    options = {"attn_implementation": "eager"} if family == "gemma2" else {}
+    model = AutoModelForCausalLM.from_config(tiny_config(family, **changes), **options)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 or "norm" in name:
@@ -65,9 +67,9 @@ def tiny_model(family: str, *, dtype: torch.dtype = torch.float64, seed: int = 0
             else:
                 parameter.copy_(torch.randn_like(parameter) * 0.25)
     model = model.to(dtype)
-    for module in model.modules():
-        if isinstance(getattr(module, "inv_freq", None), torch.Tensor):
-            module.inv_freq = module.inv_freq.float()  # rotary angles are float32 in every model
+    for name, buffer in model.named_buffers():
+        if "inv_freq" in name:  # rotary angles are float32 in every model
+            buffer.data = torch.empty_like(buffer, dtype=torch.float32).copy_(buffer)
     return model.train()
 
 

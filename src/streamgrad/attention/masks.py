@@ -112,10 +112,16 @@ def is_visible(mask: Tensor) -> Tensor:
     return mask if mask.dtype == torch.bool else mask > HIDDEN_BIAS
 
 
-def rows_without_keys(attention_mask: Tensor) -> Tensor:
-    """(B, T), True for a query from which the mask, (B, T) of real tokens or (B, H, T, T), hides every key."""
+def rows_without_keys(attention_mask: Tensor, window: int | None) -> Tensor:
+    """(B, T), True for a query from which every key is hidden by the mask, (B, T) of real tokens or (B, H, T, T).
+
+    `window` is the narrowest sliding window of the model's layers; it acts together with a (B, T) mask.
+    """
     if attention_mask.ndim == 2:
-        return attention_mask.long().cumsum(dim=1) == 0
+        seen_BT = attention_mask.long().cumsum(dim=1)
+        if window is not None and window < seen_BT.shape[1]:
+            seen_BT = seen_BT - torch.nn.functional.pad(seen_BT, (window, 0))[:, :-window]
+        return seen_BT == 0
     return torch.stack([~is_visible(row_BHT).any(dim=(1, 2)) for row_BHT in attention_mask.unbind(dim=2)], dim=1)
 
 

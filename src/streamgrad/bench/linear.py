@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 import streamgrad
-from streamgrad.core.chunk import accumulator_dtype
-from streamgrad.head.logits import _add_product_
+from streamgrad.core.sums import accumulator_dtype, add_product_, zeros_for_sum
 from streamgrad.profile.live import peak_bytes_of
 
 PARTITIONS = (1, 20, 50, 100, 200, 500)
@@ -74,8 +73,7 @@ def streamed_linear_gradients(x: Tensor, w1: Tensor, w2: Tensor, partitions: int
         partitions: D, from 1 to T. Where it does not divide T, the first T mod D blocks have one row more.
     """
     _check_partitions(partitions, rows=len(x))
-    dw1 = torch.zeros_like(w1, dtype=accumulator_dtype(w1.dtype))
-    dw2 = torch.zeros_like(w2, dtype=accumulator_dtype(w2.dtype))
+    dw1, dw2 = zeros_for_sum(w1), zeros_for_sum(w2)
     loss = torch.zeros((), dtype=accumulator_dtype(x.dtype), device=x.device)
     for x_i in x.tensor_split(partitions):
         y_i = x_i @ w1
@@ -83,8 +81,8 @@ def streamed_linear_gradients(x: Tensor, w1: Tensor, w2: Tensor, partitions: int
         loss += z_i.sum(dtype=loss.dtype)
         dz_i = z_i.fill_(1.0)  # in place: Z_i is not needed any more
         dy_i = dz_i @ w2.mT
-        _add_product_(dw1, x_i.mT, dy_i)
-        _add_product_(dw2, y_i.mT, dz_i)
+        add_product_(dw1, x_i.mT, dy_i)
+        add_product_(dw2, y_i.mT, dz_i)
         # Before the next block's tensors are made, or two blocks would be alive at a time.
         del y_i, z_i, dz_i, dy_i
     return LinearStep(loss, dw1.to(w1.dtype), dw2.to(w2.dtype))

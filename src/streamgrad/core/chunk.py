@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from streamgrad.core.replay import as_autocast
+from streamgrad.core.sums import zeros_for_sum
 
 
 def spans(length: int, chunk_size: int) -> list[tuple[int, int]]:
@@ -60,7 +60,7 @@ class KeyValueStream:
         """Add what some queries owe to keys and values `[first, last)`."""
         if self._gradients is None:
             key, value = self.tensors
-            self._gradients = _zeros_for_sum(key), _zeros_for_sum(value)
+            self._gradients = zeros_for_sum(key), zeros_for_sum(value)
         for total, term in zip(self._gradients, (dkey_BGSD, dvalue_BGSD), strict=True):
             total[:, :, first:last] += term
 
@@ -76,15 +76,6 @@ class KeyValueStream:
     def _full_length(self, chunk_BGLD: Tensor) -> Tensor:
         batch, heads, _, size = chunk_BGLD.shape
         return chunk_BGLD.new_empty(batch, heads, self.length, size)
-
-
-def _zeros_for_sum(tensor: Tensor) -> Tensor:
-    return torch.zeros_like(tensor, dtype=accumulator_dtype(tensor.dtype))
-
-
-def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a sum over chunks is kept: fp32 for 16-bit terms, else the terms' own."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 @dataclass

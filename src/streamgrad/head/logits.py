@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from streamgrad.core.chunk import accumulator_dtype
+from streamgrad.core.sums import accumulator_dtype, add_product_, zeros_for_sum
 
 
 @dataclass(frozen=True)
@@ -78,26 +78,14 @@ class HeadGradients:
     def __init__(self, hidden_NE: Tensor, head: LinearHead, *, hidden: bool, weight: bool, bias: bool) -> None:
         self.head = head
         self.hidden_NE = torch.zeros_like(hidden_NE) if hidden else None
-        self.weight_VE = _zeros_for_sum(head.weight_VE) if weight else None
-        self.bias_V = _zeros_for_sum(head.bias_V) if bias and head.bias_V is not None else None
+        self.weight_VE = zeros_for_sum(head.weight_VE) if weight else None
+        self.bias_V = zeros_for_sum(head.bias_V) if bias and head.bias_V is not None else None
 
     def add(self, rows: Tensor | slice, hidden_NE: Tensor, dproduct_NV: Tensor) -> None:
         """One chunk: `rows` are its places in the full `hidden`, `hidden_NE` their values."""
         if self.hidden_NE is not None:
             self.hidden_NE[rows] = dproduct_NV @ self.head.weight_VE
         if self.weight_VE is not None:
-            _add_product_(self.weight_VE, dproduct_NV.mT, hidden_NE)
+            add_product_(self.weight_VE, dproduct_NV.mT, hidden_NE)
         if self.bias_V is not None:
             self.bias_V += dproduct_NV.sum(dim=0, dtype=self.bias_V.dtype)
-
-
-def _zeros_for_sum(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter, dtype=accumulator_dtype(parameter.dtype))
-
-
-def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """`total += left @ right`, each product and the sum in `total`'s dtype: 16-bit products would be rounded once a chunk."""
-    if left.dtype != total.dtype and total.is_cuda:
-        total.add_(torch.mm(left, right, out_dtype=total.dtype))
-    else:
-        total.addmm_(left.to(total.dtype), right.to(total.dtype))

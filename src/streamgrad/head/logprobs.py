@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from streamgrad.core.chunk import accumulator_dtype
 from streamgrad.core.replay import as_autocast
+from streamgrad.core.sums import accumulator_dtype
 from streamgrad.head.logits import HeadGradients, LinearHead, LogitMap
 from streamgrad.head.rows import TargetRows, flatten
 

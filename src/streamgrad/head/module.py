@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from streamgrad.core.chunk import accumulator_dtype
 from streamgrad.core.shadows import Shadows, trainable_parameters
+from streamgrad.core.sums import accumulator_dtype
 from streamgrad.head.logits import LogitMap
 from streamgrad.head.rows import TargetRows
 
@@ -50,7 +50,7 @@ class _ModuleCrossEntropy(torch.autograd.Function):
             total = _total(run, hidden_NE, rows, logit_map, dhidden_NE, differentiate=True)
         # fp32 sums are kept unscaled; casting them before they are scaled would round twice.
         ctx.parameter_dtypes = [parameter.dtype for parameter in parameters]
-        ctx.save_for_backward(dhidden_NE, *(shadow.grad for shadow in shadows.tensors))
+        ctx.save_for_backward(dhidden_NE, *shadows.sums())
         return total
 
     @staticmethod

@@ -27,7 +27,7 @@ from streamgrad.head.logits import LogitMap
 from streamgrad.head.module import summed_module_cross_entropy
 from streamgrad.head.rows import TargetRows, flatten
 from streamgrad.models.decoder import _attribute, named_arguments
-from streamgrad.models.support import own_forward
+from streamgrad.models.support import own_forward, sliding_window
 
 
 @dataclass
@@ -132,7 +132,7 @@ def causal_lm_forward(model: Any, *args: Any, **kwargs: Any) -> Any:
     arguments = named_arguments(stock, args, kwargs)
     if arguments.get("labels") is None and arguments.get("shift_labels") is None:
         return stock(*args, **kwargs)
-    _check_labels(arguments)
+    _check_labels(model, arguments)
     if not torch.is_grad_enabled() or not _has_stock_loss(model):
         return stock(*args, **kwargs)
 
@@ -208,7 +208,7 @@ def _has_stock_loss(model: Any) -> bool:
     return False
 
 
-def _check_labels(arguments: dict[str, Any]) -> None:
+def _check_labels(model: Any, arguments: dict[str, Any]) -> None:
     """One label per token, and none on a token that can see no key."""
     tokens = arguments.get("input_ids") if arguments.get("input_ids") is not None else arguments.get("inputs_embeds")
     labels, shifted = arguments.get("labels"), arguments.get("shift_labels")
@@ -223,7 +223,7 @@ def _check_labels(arguments: dict[str, Any]) -> None:
     if not isinstance(mask, Tensor) or shifted is not None:
         return
     predicts_BT = nn.functional.pad(labels[:, 1:] != arguments.get("ignore_index", -100), (0, 1))
-    bad = (predicts_BT & rows_without_keys(mask).to(predicts_BT.device)).nonzero()
+    bad = (predicts_BT & rows_without_keys(mask, sliding_window(model.config)).to(predicts_BT.device)).nonzero()
     if len(bad):
         row, token = bad[0].tolist()
         raise ValueError(

@@ -96,6 +96,13 @@ def _refusals(decoder: Any, layers: list[nn.Module], config: Any) -> Iterator[st
             yield f"{type(layer).__name__} takes no key/value cache (none of {', '.join(CACHE_NAMES)})"
 
 
+def sliding_window(config: Any) -> int | None:
+    """The window of the model's sliding-attention layers, if it has any."""
+    config = config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None)
+    return getattr(config, "sliding_window", None) if kinds is None or "sliding_attention" in kinds else None
+
+
 def own_forward(module: nn.Module) -> Callable[..., Any]:
     """The module's forward as it stands now; read at the call, since other libraries patch it in the meantime."""
     own = module.__dict__.get("forward")

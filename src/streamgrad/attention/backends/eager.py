@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from streamgrad.attention.backends.base import Block, additive
-from streamgrad.core.chunk import accumulator_dtype
+from streamgrad.core.sums import accumulator_dtype
 
 
 class EagerBackend:

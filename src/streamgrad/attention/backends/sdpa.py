@@ -28,12 +28,20 @@ class SdpaBackend:
         return None
 
     def forward(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> tuple[Tensor, Tensor, None]:
-        bias = additive(block.mask, query_BHLD.dtype)
         if query_BHLD.device.type == "cpu":
             out_BHLD, lse_BHL = aten._scaled_dot_product_flash_attention_for_cpu(
-                query_BHLD, key_BGSD, value_BGSD, 0.0, block.causal, attn_mask=bias, scale=block.scale
-            )
-            return out_BHLD, lse_BHL, None
+                query_BHLD, key_BGSD, value_BGSD, 0.0, block.causal,
+                attn_mask=additive(block.mask, query_BHLD.dtype), scale=block.scale,
+            )  # fmt: skip
+        else:
+            out_BHLD, lse_BHL = self._forward_by_heads(query_BHLD, key_BGSD, value_BGSD, block)
+        if block.mask is not None and block.mask.dtype == torch.bool:
+            # The kernels disagree on the log-sum-exp of a row that sees no key; of no terms it is -inf.
+            lse_BHL = lse_BHL.masked_fill(~block.mask.any(dim=-1), float("-inf"))
+        return out_BHLD, lse_BHL, None
+
+    def _forward_by_heads(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        bias = additive(block.mask, query_BHLD.dtype)
         out_BHLD = torch.empty_like(query_BHLD)
         lse_BHL = query_BHLD.new_empty(query_BHLD.shape[:3], dtype=torch.float32)
         for heads in _head_slices(query_BHLD, key_BGSD):
@@ -42,7 +50,7 @@ class SdpaBackend:
                 True, 0.0, block.causal, scale=block.scale,
             )  # fmt: skip
             lse_BHL[:, heads] = lse[:, :, : query_BHLD.shape[2]]  # the kernel pads its rows
-        return out_BHLD, lse_BHL, None
+        return out_BHLD, lse_BHL
 
     def backward(
         self,
@@ -56,6 +64,8 @@ class SdpaBackend:
         state: object,
     ) -> tuple[Tensor, Tensor, Tensor]:
         bias = additive(block.mask, query_BHLD.dtype)
+        # A row that sees no key: +inf instead of -inf makes its probabilities exp(-inf - inf) = 0 instead of NaN.
+        lse_BHL = lse_BHL.masked_fill(lse_BHL == float("-inf"), float("inf"))
         if query_BHLD.device.type == "cpu":
             return aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 dout_BHLD, query_BHLD, key_BGSD, value_BGSD, out_BHLD, lse_BHL, 0.0, block.causal,
@@ -65,18 +75,22 @@ class SdpaBackend:
         dquery_BHLD = torch.empty_like(query_BHLD)
         dkey_BGSD = torch.zeros_like(key_BGSD, dtype=torch.float32)
         dvalue_BGSD = torch.zeros_like(value_BGSD, dtype=torch.float32)
-        # A row that sees no key has lse -inf; +inf makes its probabilities 0 instead of NaN. So it is for padded rows.
-        lse_BHL = lse_BHL.masked_fill(lse_BHL == float("-inf"), float("inf"))
         lse_BHL = torch.nn.functional.pad(lse_BHL, (0, -lse_BHL.shape[-1] % 32), value=float("inf"))
         for heads in _head_slices(query_BHLD, key_BGSD):
             dquery_BHLD[:, heads], dkey, dvalue, _ = aten._scaled_dot_product_efficient_attention_backward(
                 dout_BHLD[:, heads], query_BHLD[:, heads], key_BGSD, value_BGSD,
-                _aligned(bias, heads, query_BHLD, key_BGSD), out_BHLD[:, heads], lse_BHL[:, heads].contiguous(),
+                _aligned(bias, heads, query_BHLD, key_BGSD), _as_forward_makes_it(out_BHLD[:, heads]),
+                lse_BHL[:, heads].contiguous(),
                 seed, seed, 0.0, [True, True, True, False], block.causal, scale=block.scale,
             )  # fmt: skip
             dkey_BGSD += dkey
             dvalue_BGSD += dvalue
         return dquery_BHLD, dkey_BGSD, dvalue_BGSD
+
+
+def _as_forward_makes_it(out_BHLD: Tensor) -> Tensor:
+    """Laid out as (B, L, H, D): the CUDA backward kernel computes the output's strides instead of reading them."""
+    return out_BHLD.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _head_slices(query_BHLD: Tensor, key_BGSD: Tensor) -> list[slice]:
