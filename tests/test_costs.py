@@ -118,8 +118,8 @@ def test_attention_runs_forward_once_a_step_when_it_is_kept(monkeypatch, kernel,
 
         monkeypatch.setattr(kernel, name, counted)
     step()
-    blocks = 2 * (1 + 3 * 2)  # two layers; the first of four chunks is one block, the others are two
-    assert calls == {"forward": forwards * blocks, "backward": blocks}
+    chunks_and_layers = 4 * 2
+    assert calls == {"forward": forwards * chunks_and_layers, "backward": chunks_and_layers}
 
 
 class _Shapes(TorchDispatchMode):
@@ -177,11 +177,12 @@ def test_peak_bytes_a_token_are_the_tensors_that_must_exist():
 
     fp32, 2 layers. At the peak, in a layer's backward: the embedding and
     the first layer's output (the kept inputs of two layers), the gradient coming in and the one going out, keys, values, the
-    sums of their gradients, one block's term of those sums as the kernel returns it, and the rotary cos and sin.
+    sums of their gradients, one chunk's term of those sums as the kernel returns it, and the rotary cos and sin. The CPU kernel
+    also needs its (chunk x T) causal mask, as booleans and as a bias; CUDA's fast kernels do not.
     """
     slope = (peak(1024, 32, keep="input") - peak(512, 32, keep="input")) / 512
     hidden, kv, rotary = (4 * size for size in (SHAPE["hidden_size"], 2 * SHAPE["head_dim"], SHAPE["head_dim"]))
-    must_exist = 4 * hidden + 6 * kv + 2 * rotary
+    must_exist = 4 * hidden + 6 * kv + 2 * rotary + 32 * (1 + 4)
     assert slope == pytest.approx(must_exist, rel=0.03)
 
 

@@ -9,7 +9,6 @@ Shapes: B batch, H query heads, G key/value heads, T sequence, L chunk, D head s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,7 +93,7 @@ class Chunk:
     stop: int
     stream: KeyValueStream
     mask: object
-    backends: Sequence
+    backends: list
     keep_attention: bool = False
     stop_at_keys: bool = False
     write_keys: bool = True

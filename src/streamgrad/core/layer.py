@@ -40,7 +40,7 @@ class StreamedCall:
     layer: nn.Module
     run: Callable[[Tensor, Chunk], Tensor]
     mask: object
-    backends: Sequence
+    backends: list
     chunk_size: int
     keep_attention: bool
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from streamgrad.attention.backends.base import Backend, Block
@@ -14,9 +14,7 @@ from streamgrad.attention.backends.eager import EagerBackend
 from streamgrad.attention.backends.flash import FlashBackend
 from streamgrad.attention.backends.sdpa import SdpaBackend
 
-__all__ = ["Backend", "Block", "backends_named", "choose", "retire"]
-
-logger = logging.getLogger("streamgrad")
+__all__ = ["Backend", "Block", "backends_named", "choose", "run_or_replace"]
 
 # In order of measured preference.
 _ALL: tuple[Backend, ...] = (CudnnBackend(), FlashBackend(), SdpaBackend(), EagerBackend())
@@ -40,14 +38,23 @@ def choose(backends: Sequence[Backend], query_BHLD: Tensor, key_BGSD: Tensor, va
     )
 
 
-def retire(backends: list[Backend], failed: Backend, error: RuntimeError) -> None:
-    """Take a kernel that raised out of `backends`; re-raises when nothing is left to take its place."""
-    if len(backends) == 1:
-        raise error
-    backends.remove(failed)
-    warnings.warn(
-        f"streamgrad: attention kernel {failed.name!r} failed and is replaced by "
-        f"{', '.join(backend.name for backend in backends)}: {error}",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+def run_or_replace(
+    backends: list[Backend], query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block
+) -> tuple[Tensor, Tensor, object]:
+    """`forward` of the first kernel that takes the block; one that raises is taken out of `backends`, with a warning."""
+    while True:
+        backend = choose(backends, query_BHLD, key_BGSD, value_BGSD, block)
+        try:
+            return backend.forward(query_BHLD, key_BGSD, value_BGSD, block)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if len(backends) == 1:
+                raise
+            backends.remove(backend)
+            warnings.warn(
+                f"streamgrad: attention kernel {backend.name!r} failed and is replaced by "
+                f"{' or '.join(other.name for other in backends)}: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )

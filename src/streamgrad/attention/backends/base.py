@@ -1,10 +1,10 @@
-"""What a streamed attention kernel must offer: one block of attention forward with its log-sum-exp, and backward from it.
+"""What a streamed attention kernel must offer: a block of attention forward with its log-sum-exp, and backward from it.
 
     scores = query @ key^T * scale (softcapped, masked);   lse = logsumexp(scores);   out = exp(scores - lse) @ value
 
 `backward` may be given the `out` and `lse` of a LARGER softmax that the block is a part of: the block's probabilities are
-exp(scores - lse) either way, and delta = rowsum(dout * out) belongs to the whole row. So blocks of one row can be computed
-by different calls and merged, as in ring attention.
+exp(scores - lse) either way, and delta = rowsum(dout * out) belongs to the whole row. So a softmax may have a part outside of the
+block (a sink), and a kernel may compute a block in pieces and merge them, as ring attention does.
 
 Shapes: B batch, H query heads, G key/value heads (H a multiple of G), L queries, S keys, D head size.
 """
@@ -24,7 +24,8 @@ class Block:
 
     Args:
         scale: factor on query @ key^T.
-        causal: query i sees keys 0..i; only for L == S.
+        causal: the queries are the last L of the S tokens: query i sees keys 0 .. S - L + i. (Not what torch's `is_causal`
+            means when L != S: that one hides all keys after i.)
         mask: (B or 1, H or 1, L, S), boolean (True: visible) or additive; None: everything is visible.
         softcap: scores become softcap * tanh(scores / softcap).
         dropout: probability with which a weight is dropped after softmax.
@@ -35,6 +36,10 @@ class Block:
     mask: Tensor | None = None
     softcap: float | None = None
     dropout: float = 0.0
+
+
+# Keys [first, last) of the block, and the gradients of these keys and their values.
+KeyGradient = tuple[int, int, Tensor, Tensor]
 
 
 class Backend(Protocol):
@@ -58,8 +63,8 @@ class Backend(Protocol):
         lse_BHL: Tensor,
         block: Block,
         state: object,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """`(dquery_BHLD, dkey_BGSD, dvalue_BGSD)`."""
+    ) -> tuple[Tensor, list[KeyGradient]]:
+        """`dquery_BHLD`, and the gradients of keys and values in one or more pieces that are to be added up."""
         ...
 
 
@@ -70,3 +75,11 @@ def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
     return mask.to(dtype)
+
+
+def visible_mask(block: Block, rows: int, keys: int, device: torch.device) -> Tensor | None:
+    """The block's mask with causality written into it, for kernels that have no causal mask of this alignment."""
+    if not block.causal:
+        return block.mask
+    assert block.mask is None
+    return torch.ones(rows, keys, dtype=torch.bool, device=device).tril_(diagonal=keys - rows)[None, None]

@@ -1,12 +1,16 @@
-"""cuDNN's fused attention through torch (CUDA, 16-bit, no mask): the fastest kernel on Hopper GPUs."""
+"""cuDNN's fused attention through torch (CUDA, 16-bit, no mask): the fastest kernel on Hopper GPUs.
+
+torch offers its causal mask only for as many queries as keys. The queries of a chunk over all keys so far are therefore two
+pieces, a dense one over the keys before the chunk and a causal one over its own, merged by their log-sum-exps.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from streamgrad.attention.backends.base import Block
-from streamgrad.attention.backends.flash import _needs_plain_16_bit_cuda
+from streamgrad.attention.backends.base import Block, KeyGradient
+from streamgrad.attention.backends.flash import needs_plain_16_bit_cuda
 
 aten = torch.ops.aten
 
@@ -17,15 +21,21 @@ class CudnnBackend:
     def refusal(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> str | None:
         if not torch.backends.cudnn.is_available():
             return "cuDNN is not available"
-        if query_BHLD.shape[2] == 1 or key_BGSD.shape[2] == 1:
+        if any(1 in (query_BHLD.shape[2], last - first) for first, last, _ in _pieces(query_BHLD, key_BGSD, block)):
             return "its backward does not take a single query or key"
-        return _needs_plain_16_bit_cuda(query_BHLD, value_BGSD, block, largest_head=128)
+        return needs_plain_16_bit_cuda(query_BHLD, value_BGSD, block, largest_head=128)
 
     def forward(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> tuple[Tensor, Tensor, None]:
-        out_BHLD, lse_BHL1, *_ = aten._scaled_dot_product_cudnn_attention(
-            query_BHLD, key_BGSD, value_BGSD, None, True, 0.0, block.causal, False, scale=block.scale
-        )
-        return out_BHLD, lse_BHL1.view(query_BHLD.shape[:3]), None
+        merged: tuple[Tensor, Tensor] | None = None
+        for first, last, causal in _pieces(query_BHLD, key_BGSD, block):
+            out_BHLD, lse_BHL1, *_ = aten._scaled_dot_product_cudnn_attention(
+                query_BHLD, key_BGSD[:, :, first:last], value_BGSD[:, :, first:last], None, True, 0.0, causal, False,
+                scale=block.scale,
+            )  # fmt: skip
+            piece = out_BHLD, lse_BHL1.view(query_BHLD.shape[:3])
+            merged = piece if merged is None else merge(*merged, *piece)
+        assert merged is not None
+        return *merged, None
 
     def backward(
         self,
@@ -37,9 +47,32 @@ class CudnnBackend:
         lse_BHL: Tensor,
         block: Block,
         state: object,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, list[KeyGradient]]:
         seed = torch.zeros((), dtype=torch.long, device=query_BHLD.device)
-        return aten._scaled_dot_product_cudnn_attention_backward(
-            dout_BHLD, query_BHLD, key_BGSD, value_BGSD, out_BHLD, lse_BHL.unsqueeze(-1).contiguous(), seed, seed,
-            None, None, None, query_BHLD.shape[2], key_BGSD.shape[2], 0.0, block.causal, scale=block.scale,
-        )  # fmt: skip
+        lse_BHL1 = lse_BHL.unsqueeze(-1).contiguous()
+        dquery_BHLD: Tensor | None = None
+        pieces: list[KeyGradient] = []
+        for first, last, causal in _pieces(query_BHLD, key_BGSD, block):
+            dquery, dkey, dvalue = aten._scaled_dot_product_cudnn_attention_backward(
+                dout_BHLD, query_BHLD, key_BGSD[:, :, first:last], value_BGSD[:, :, first:last], out_BHLD, lse_BHL1, seed, seed,
+                None, None, None, query_BHLD.shape[2], last - first, 0.0, causal, scale=block.scale,
+            )  # fmt: skip
+            dquery_BHLD = dquery if dquery_BHLD is None else dquery_BHLD + dquery
+            pieces.append((first, last, dkey, dvalue))
+        assert dquery_BHLD is not None
+        return dquery_BHLD, pieces
+
+
+def _pieces(query_BHLD: Tensor, key_BGSD: Tensor, block: Block) -> list[tuple[int, int, bool]]:
+    """Keys `[first, last)` and whether torch's `is_causal` holds for them."""
+    rows, keys = query_BHLD.shape[2], key_BGSD.shape[2]
+    if not block.causal or rows == keys:
+        return [(0, keys, block.causal)]
+    return [(0, keys - rows, False), (keys - rows, keys, True)]
+
+
+def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two sets of keys from attention over each: weights exp(lse_i - lse)."""
+    lse_BHL = torch.logaddexp(lse_a, lse_b)
+    weight_a, weight_b = (lse_a - lse_BHL).exp().unsqueeze(-1), (lse_b - lse_BHL).exp().unsqueeze(-1)
+    return (out_a * weight_a + out_b * weight_b).to(out_a.dtype), lse_BHL

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from streamgrad.attention.backends.base import Block, additive
+from streamgrad.attention.backends.base import Block, KeyGradient, additive, visible_mask
 from streamgrad.core.sums import accumulator_dtype
 
 
@@ -43,7 +43,7 @@ class EagerBackend:
         lse_BHL: Tensor,
         block: Block,
         state: object,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, list[KeyGradient]]:
         scores_BHLS, slope_BHLS = _scores(query_BHLD, key_BGSD, block)
         dtype = scores_BHLS.dtype
         weights_BHLS = _probabilities(scores_BHLS, lse_BHL)
@@ -64,7 +64,7 @@ class EagerBackend:
         dscores_stacked = _stack_heads(dscores_BHLS.mul_(block.scale), key_BGSD)
         dquery_BHLD = (dscores_stacked @ key_BGSD.to(dtype)).view(query_BHLD.shape)
         dkey_BGSD = dscores_stacked.mT @ _stack_heads(query_BHLD.to(dtype), key_BGSD)
-        return dquery_BHLD, dkey_BGSD, dvalue_BGSD
+        return dquery_BHLD, [(0, key_BGSD.shape[2], dkey_BGSD, dvalue_BGSD)]
 
 
 def _stack_heads(rows_BHLX: Tensor, key_BGSD: Tensor) -> Tensor:
@@ -83,12 +83,9 @@ def _scores(query_BHLD: Tensor, key_BGSD: Tensor, block: Block) -> tuple[Tensor,
         tanh_BHLS = scores_BHLS.div_(block.softcap).tanh_()
         slope_BHLS = 1.0 - tanh_BHLS.square()
         scores_BHLS = tanh_BHLS.mul_(block.softcap)
-    bias = additive(block.mask, dtype)
+    bias = additive(visible_mask(block, scores_BHLS.shape[2], scores_BHLS.shape[3], scores_BHLS.device), dtype)
     if bias is not None:
         scores_BHLS = scores_BHLS.add_(bias)
-    if block.causal:
-        ahead_LS = torch.ones(scores_BHLS.shape[-2:], dtype=torch.bool, device=scores_BHLS.device).triu_(diagonal=1)
-        scores_BHLS = scores_BHLS.masked_fill_(ahead_LS, float("-inf"))
     return scores_BHLS, slope_BHLS
 
 

@@ -1,11 +1,11 @@
-"""torch's built-in FlashAttention-2 kernel (CUDA, 16-bit, no mask): dense blocks and causal diagonal blocks."""
+"""torch's built-in FlashAttention-2 kernel (CUDA, 16-bit, no mask): dense blocks and causal ones of any shape."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from streamgrad.attention.backends.base import Block
+from streamgrad.attention.backends.base import Block, KeyGradient
 
 aten = torch.ops.aten
 
@@ -14,13 +14,15 @@ class FlashBackend:
     name = "flash"
 
     def refusal(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> str | None:
-        return _needs_plain_16_bit_cuda(query_BHLD, value_BGSD, block, largest_head=256)
+        return needs_plain_16_bit_cuda(query_BHLD, value_BGSD, block, largest_head=256)
 
     def forward(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> tuple[Tensor, Tensor, None]:
-        out_BHLD, lse_BHL, *_ = aten._scaled_dot_product_flash_attention(
-            query_BHLD, key_BGSD, value_BGSD, 0.0, block.causal, False, scale=block.scale
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query_BHLD, key_BGSD, value_BGSD))
+        # Below scaled_dot_product_attention, is_causal is aligned as `Block.causal` is: at the last query and the last key.
+        out_BLHD, lse_BHL, *_ = aten._flash_attention_forward(
+            query, key, value, None, None, query.shape[1], key.shape[1], 0.0, block.causal, False, scale=block.scale
         )
-        return out_BHLD, lse_BHL, None
+        return out_BLHD.transpose(1, 2), lse_BHL, None
 
     def backward(
         self,
@@ -32,15 +34,19 @@ class FlashBackend:
         lse_BHL: Tensor,
         block: Block,
         state: object,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        seed = torch.zeros(2, dtype=torch.uint64, device=query_BHLD.device)
-        return aten._scaled_dot_product_flash_attention_backward(
-            dout_BHLD, query_BHLD, key_BGSD, value_BGSD, out_BHLD, lse_BHL, None, None,
-            query_BHLD.shape[2], key_BGSD.shape[2], 0.0, block.causal, seed, seed[:0], scale=block.scale,
+    ) -> tuple[Tensor, list[KeyGradient]]:
+        tensors = dout_BHLD, query_BHLD, key_BGSD, value_BGSD, out_BHLD
+        dout, query, key, value, out = (tensor.transpose(1, 2) for tensor in tensors)
+        seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
+        dquery, dkey, dvalue = aten._flash_attention_backward(
+            dout, query, key, value, out, lse_BHL, None, None, query.shape[1], key.shape[1], 0.0, block.causal,
+            seed, seed[:0], scale=block.scale,
         )  # fmt: skip
+        return dquery.transpose(1, 2), [(0, key.shape[1], dkey.transpose(1, 2), dvalue.transpose(1, 2))]
 
 
-def _needs_plain_16_bit_cuda(query_BHLD: Tensor, value_BGSD: Tensor, block: Block, largest_head: int) -> str | None:
+def needs_plain_16_bit_cuda(query_BHLD: Tensor, value_BGSD: Tensor, block: Block, largest_head: int) -> str | None:
+    """Why a kernel for plain causal or dense 16-bit attention on an NVIDIA GPU cannot compute the block."""
     size = query_BHLD.shape[-1]
     if query_BHLD.device.type != "cuda" or torch.version.hip is not None:
         return f"it needs an NVIDIA GPU, not device {query_BHLD.device.type!r}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from streamgrad.attention.backends.base import Block, additive
+from streamgrad.attention.backends.base import Block, KeyGradient, additive, visible_mask
 
 aten = torch.ops.aten
 
@@ -28,29 +28,25 @@ class SdpaBackend:
         return None
 
     def forward(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> tuple[Tensor, Tensor, None]:
+        mask, causal = _kernel_mask(query_BHLD, key_BGSD, block)
+        bias = additive(mask, query_BHLD.dtype)
         if query_BHLD.device.type == "cpu":
             out_BHLD, lse_BHL = aten._scaled_dot_product_flash_attention_for_cpu(
-                query_BHLD, key_BGSD, value_BGSD, 0.0, block.causal,
-                attn_mask=additive(block.mask, query_BHLD.dtype), scale=block.scale,
-            )  # fmt: skip
+                query_BHLD, key_BGSD, value_BGSD, 0.0, causal, attn_mask=bias, scale=block.scale
+            )
         else:
-            out_BHLD, lse_BHL = self._forward_by_heads(query_BHLD, key_BGSD, value_BGSD, block)
-        if block.mask is not None and block.mask.dtype == torch.bool:
+            out_BHLD = torch.empty_like(query_BHLD)
+            lse_BHL = query_BHLD.new_empty(query_BHLD.shape[:3], dtype=torch.float32)
+            for heads in _head_slices(query_BHLD, key_BGSD):
+                out_BHLD[:, heads], lse, _, _ = aten._scaled_dot_product_efficient_attention(
+                    query_BHLD[:, heads], key_BGSD, value_BGSD, _aligned(bias, heads, query_BHLD, key_BGSD),
+                    True, 0.0, causal, scale=block.scale,
+                )  # fmt: skip
+                lse_BHL[:, heads] = lse[:, :, : query_BHLD.shape[2]]  # the kernel pads its rows
+        if mask is not None and mask.dtype == torch.bool:
             # The kernels disagree on the log-sum-exp of a row that sees no key; of no terms it is -inf.
-            lse_BHL = lse_BHL.masked_fill(~block.mask.any(dim=-1), float("-inf"))
+            lse_BHL = lse_BHL.masked_fill(~mask.any(dim=-1), float("-inf"))
         return out_BHLD, lse_BHL, None
-
-    def _forward_by_heads(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        bias = additive(block.mask, query_BHLD.dtype)
-        out_BHLD = torch.empty_like(query_BHLD)
-        lse_BHL = query_BHLD.new_empty(query_BHLD.shape[:3], dtype=torch.float32)
-        for heads in _head_slices(query_BHLD, key_BGSD):
-            out_BHLD[:, heads], lse, _, _ = aten._scaled_dot_product_efficient_attention(
-                query_BHLD[:, heads], key_BGSD, value_BGSD, _aligned(bias, heads, query_BHLD, key_BGSD),
-                True, 0.0, block.causal, scale=block.scale,
-            )  # fmt: skip
-            lse_BHL[:, heads] = lse[:, :, : query_BHLD.shape[2]]  # the kernel pads its rows
-        return out_BHLD, lse_BHL
 
     def backward(
         self,
@@ -62,30 +58,38 @@ class SdpaBackend:
         lse_BHL: Tensor,
         block: Block,
         state: object,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        bias = additive(block.mask, query_BHLD.dtype)
+    ) -> tuple[Tensor, list[KeyGradient]]:
+        mask, causal = _kernel_mask(query_BHLD, key_BGSD, block)
+        bias = additive(mask, query_BHLD.dtype)
+        keys = key_BGSD.shape[2]
         # A row that sees no key: +inf instead of -inf makes its probabilities exp(-inf - inf) = 0 instead of NaN.
         lse_BHL = lse_BHL.masked_fill(lse_BHL == float("-inf"), float("inf"))
         if query_BHLD.device.type == "cpu":
-            return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                dout_BHLD, query_BHLD, key_BGSD, value_BGSD, out_BHLD, lse_BHL, 0.0, block.causal,
+            dquery_BHLD, dkey, dvalue = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                dout_BHLD, query_BHLD, key_BGSD, value_BGSD, out_BHLD, lse_BHL, 0.0, causal,
                 attn_mask=bias, scale=block.scale,
             )  # fmt: skip
+            return dquery_BHLD, [(0, keys, dkey, dvalue)]
         seed = torch.zeros((), dtype=torch.long, device=query_BHLD.device)
         dquery_BHLD = torch.empty_like(query_BHLD)
-        dkey_BGSD = torch.zeros_like(key_BGSD, dtype=torch.float32)
-        dvalue_BGSD = torch.zeros_like(value_BGSD, dtype=torch.float32)
+        pieces: list[KeyGradient] = []
         lse_BHL = torch.nn.functional.pad(lse_BHL, (0, -lse_BHL.shape[-1] % 32), value=float("inf"))
         for heads in _head_slices(query_BHLD, key_BGSD):
             dquery_BHLD[:, heads], dkey, dvalue, _ = aten._scaled_dot_product_efficient_attention_backward(
                 dout_BHLD[:, heads], query_BHLD[:, heads], key_BGSD, value_BGSD,
                 _aligned(bias, heads, query_BHLD, key_BGSD), _as_forward_makes_it(out_BHLD[:, heads]),
-                lse_BHL[:, heads].contiguous(),
-                seed, seed, 0.0, [True, True, True, False], block.causal, scale=block.scale,
+                lse_BHL[:, heads].contiguous(), seed, seed, 0.0, [True, True, True, False], causal, scale=block.scale,
             )  # fmt: skip
-            dkey_BGSD += dkey
-            dvalue_BGSD += dvalue
-        return dquery_BHLD, dkey_BGSD, dvalue_BGSD
+            pieces.append((0, keys, dkey, dvalue))
+        return dquery_BHLD, pieces
+
+
+def _kernel_mask(query_BHLD: Tensor, key_BGSD: Tensor, block: Block) -> tuple[Tensor | None, bool]:
+    """The mask to pass, and torch's `is_causal`, which means what `Block.causal` does only for as many queries as keys."""
+    rows, keys = query_BHLD.shape[2], key_BGSD.shape[2]
+    if block.causal and rows == keys:
+        return None, True
+    return visible_mask(block, rows, keys, query_BHLD.device), False
 
 
 def _as_forward_makes_it(out_BHLD: Tensor) -> Tensor:
