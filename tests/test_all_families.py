@@ -171,8 +171,9 @@ def small_model(family: str, **changes) -> PreTrainedModel:
     config = config_class(**small_options(config_class(), changes))
     # The loop over experts: torch's grouped GEMM has no float64.
     config._experts_implementation = "eager"
-    # Eager: with sdpa, transformers 5.17 leaves out Gemma 2's softcap.
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    # With sdpa, transformers 5.17 leaves out Gemma 2's softcap.
+    options = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
+    model = AutoModelForCausalLM.from_config(config, **options)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 or "norm" in name:

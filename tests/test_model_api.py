@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification
 
 import batches
 import streamgrad
@@ -240,13 +241,7 @@ def test_custom_loss_function_gets_logits_and_a_warning(model):
 
 
 def test_sequence_classification_streams_its_layers():
-    from transformers import AutoModelForSequenceClassification
-
-    from tiny import tiny_config
-
-    config = tiny_config("qwen3", num_labels=3)
-    torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_config(config).double().train()
+    model = tiny_model("qwen3", kind=AutoModelForSequenceClassification, num_labels=3)
     batch = {"input_ids": tokens(2, batches.LENGTH), "labels": torch.tensor([0, 2])}
     with no_float32():
         expected = run_step(model, batch)

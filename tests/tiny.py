@@ -54,12 +54,14 @@ def tiny_config(family: str, **changes):
     return config
 
 
-def tiny_model(family: str, *, dtype: torch.dtype = torch.float64, seed: int = 0, **changes) -> PreTrainedModel:
+def tiny_model(
+    family: str, *, dtype: torch.dtype = torch.float64, seed: int = 0, kind: type = AutoModelForCausalLM, **changes
+) -> PreTrainedModel:
     """A randomly initialised model in training mode, with weights large enough that every part matters for the loss."""
     torch.manual_seed(seed)
     # With sdpa, transformers 5.17 leaves out Gemma 2's softcap.
     options = {"attn_implementation": "eager"} if family == "gemma2" else {}
-    model = AutoModelForCausalLM.from_config(tiny_config(family, **changes), **options)
+    model = kind.from_config(tiny_config(family, **changes), **options)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 or "norm" in name:
