@@ -11,6 +11,7 @@ import batches
 import streamgrad
 from gradients import assert_same_step, no_float32, relative_error, run_step, total_gradient_error
 from streamgrad.attention.backends import Block, backends_named
+from streamgrad.core.chunk import Attended
 from tiny import tiny_model, tokens
 
 pytestmark = [
@@ -45,14 +46,13 @@ def test_a_block_and_its_part_of_a_larger_softmax(name, size, kind):
     if refusal:
         pytest.skip(refusal)
     exact = [tensor.double() for tensor in (query, key, value)]
-    out, lse, state = backend.forward(query, key, value, block)
-    true_out, true_lse, _ = reference.forward(*exact, block)
-    assert relative_error(out, true_out) < 5e-3
-    torch.testing.assert_close(lse.double(), true_lse, rtol=0.0, atol=1e-2)
-    larger_lse = true_lse + 0.7
-    larger_out = true_out * 0.5
-    expected = reference.backward(dout.double(), *exact, larger_out, larger_lse, block, None)
-    actual = backend.backward(dout, query, key, value, larger_out.bfloat16(), larger_lse.float(), block, state)
+    done, truth = backend.forward(query, key, value, block), reference.forward(*exact, block)
+    assert relative_error(done.out_BHLD, truth.out_BHLD) < 5e-3
+    torch.testing.assert_close(done.lse_BHL.double(), truth.lse_BHL, rtol=0.0, atol=1e-2)
+    larger = Attended(truth.out_BHLD * 0.5, truth.lse_BHL + 0.7)
+    expected = reference.backward(dout.double(), *exact, larger, block)
+    rounded = Attended(larger.out_BHLD.bfloat16(), larger.lse_BHL.float())
+    actual = backend.backward(dout, query, key, value, rounded, block)
     for ours, theirs in zip(*(added_up(result, key) for result in (actual, expected)), strict=True):
         assert ours.isfinite().all()
         assert relative_error(ours, theirs) < 1e-2

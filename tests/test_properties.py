@@ -180,12 +180,12 @@ def test_kernels_agree_on_a_block(rows, keys, groups, kind, seed):
     dout = torch.randn(2, groups[0], rows, 4, generator=generator, dtype=torch.float64)
     results = []
     for backend in (*backends_named("sdpa"), *backends_named("eager")):
-        out, lse, state = backend.forward(query, key, value, block)
-        dquery, pieces = backend.backward(dout, query, key, value, out, lse, block, state)
+        done = backend.forward(query, key, value, block)
+        dquery, pieces = backend.backward(dout, query, key, value, done, block)
         dkey, dvalue = torch.zeros_like(key), torch.zeros_like(value)
         for first, last, dkey_piece, dvalue_piece in pieces:
             dkey[:, :, first:last] += dkey_piece
             dvalue[:, :, first:last] += dvalue_piece
-        results.append((out, lse, dquery, dkey, dvalue))
+        results.append((done.out_BHLD, done.lse_BHL, dquery, dkey, dvalue))
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from streamgrad.attention.backends import Block, choose, run_or_replace
 from streamgrad.attention.masks import CausalMask, DenseMask
-from streamgrad.core.chunk import Chunk, KeptAttention, SeamError
+from streamgrad.core.chunk import Attended, Chunk, SeamError
 
 
 def streamed_attention(
@@ -68,31 +68,31 @@ class _StreamedAttention(torch.autograd.Function):
         value_BGLD: Tensor,
         sink_H: Tensor | None,
     ) -> Tensor:
-        ctx.state = None
-        if chunk.kept is not None:
-            # An alias: the output gets this node as its grad_fn, and the node holds the chunk. The kept tensor itself as
-            # output would close that circle, and the step's memory would wait for the garbage collector.
-            out_BHLD, lse_BHL = chunk.kept.out_BHLD.detach(), chunk.kept.lse_BHL
-        else:
+        done = chunk.kept
+        if done is None:
             keys_and_values = chunk.stream.read(first, chunk.stop)
-            out_BHLD, lse_BHL, ctx.state = run_or_replace(chunk.backends, query_BHLD, *keys_and_values, block)
+            done = run_or_replace(chunk.backends, query_BHLD, *keys_and_values, block)
             if sink_H is not None:
-                out_BHLD, lse_BHL = _add_sink(out_BHLD, lse_BHL, sink_H)
+                done = _add_sink(done, sink_H)
             if chunk.keep_attention and block.dropout == 0.0:
-                chunk.kept = KeptAttention(out_BHLD, lse_BHL)
+                chunk.kept = done
         ctx.chunk, ctx.first, ctx.block = chunk, first, block
-        ctx.save_for_backward(query_BHLD, out_BHLD, lse_BHL, sink_H)
+        # An alias: the output gets this node as its grad_fn, and the node holds the chunk. A kept tensor itself as output would
+        # close that circle, and the step's memory would wait for the garbage collector.
+        out_BHLD = done.out_BHLD.detach()
+        ctx.save_for_backward(query_BHLD, out_BHLD, done.lse_BHL, done.dropped_BHLS, sink_H)
         return out_BHLD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_BHLD: Tensor) -> tuple[Tensor | None, ...]:
         chunk: Chunk = ctx.chunk
-        query_BHLD, out_BHLD, lse_BHL, sink_H = ctx.saved_tensors
+        query_BHLD, out_BHLD, lse_BHL, dropped_BHLS, sink_H = ctx.saved_tensors
         dout_BHLD = _with_dense_rows(dout_BHLD)
         key, value = chunk.stream.read(ctx.first, chunk.stop)
         backend = choose(chunk.backends, query_BHLD, key, value, ctx.block)
-        dquery_BHLD, pieces = backend.backward(dout_BHLD, query_BHLD, key, value, out_BHLD, lse_BHL, ctx.block, ctx.state)
+        done = Attended(out_BHLD, lse_BHL, dropped_BHLS)
+        dquery_BHLD, pieces = backend.backward(dout_BHLD, query_BHLD, key, value, done, ctx.block)
         for first, last, dkey, dvalue in pieces:
             # For every key, own ones included: those are complete now and are collected just below.
             chunk.stream.deposit(ctx.first + first, ctx.first + last, dkey, dvalue)
@@ -110,7 +110,8 @@ def _with_dense_rows(tensor_BHLD: Tensor) -> Tensor:
     return tensor_BHLD if tensor_BHLD.stride(-1) == 1 else tensor_BHLD.contiguous()
 
 
-def _add_sink(out_BHLD: Tensor, lse_BHL: Tensor, sink_H: Tensor) -> tuple[Tensor, Tensor]:
+def _add_sink(done: Attended, sink_H: Tensor) -> Attended:
     """Merge with a key of score `sink_H` and value 0."""
-    total_BHL = torch.logaddexp(lse_BHL, sink_H.to(lse_BHL.dtype)[None, :, None])
-    return (out_BHLD * (lse_BHL - total_BHL).exp().unsqueeze(-1)).to(out_BHLD.dtype), total_BHL
+    total_BHL = torch.logaddexp(done.lse_BHL, sink_H.to(done.lse_BHL.dtype)[None, :, None])
+    share_BHL1 = (done.lse_BHL - total_BHL).exp().unsqueeze(-1)
+    return Attended((done.out_BHLD * share_BHL1).to(done.out_BHLD.dtype), total_BHL, done.dropped_BHLS)

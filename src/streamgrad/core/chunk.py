@@ -78,11 +78,12 @@ class KeyValueStream:
 
 
 @dataclass
-class KeptAttention:
-    """Output and log-sum-exp of one chunk's attention, kept so that backward need not run it forward again."""
+class Attended:
+    """What attention of one chunk made, and all that its backward needs beside queries, keys and values."""
 
     out_BHLD: Tensor
     lse_BHL: Tensor
+    dropped_BHLS: Tensor | None = None
 
 
 @dataclass
@@ -97,7 +98,7 @@ class Chunk:
     keep_attention: bool = False
     stop_at_keys: bool = False
     write_keys: bool = True
-    kept: KeptAttention | None = None
+    kept: Attended | None = None
     own_key: Tensor | None = field(default=None, repr=False)
     own_value: Tensor | None = field(default=None, repr=False)
     attention_calls: int = 0

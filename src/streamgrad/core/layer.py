@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from streamgrad.core.chunk import Chunk, KeptAttention, KeyValueStream, StopAtKeys, spans
+from streamgrad.core.chunk import Attended, Chunk, KeyValueStream, StopAtKeys, spans
 from streamgrad.core.replay import Autocast, RandomTape
 from streamgrad.core.shadows import Shadows, trainable_parameters
 
@@ -103,11 +103,11 @@ class _StreamedLayer(torch.autograd.Function):
 
 def _forward(
     call: StreamedCall, h_BTE: Tensor, tape: RandomTape, *, keep_attention: bool
-) -> tuple[Tensor, KeyValueStream, list[KeptAttention | None]]:
+) -> tuple[Tensor, KeyValueStream, list[Attended | None]]:
     """All chunks in order, without a graph."""
     h_BTE = h_BTE.detach()  # or chunks would claim to need a gradient, and hooks on submodules would believe them
     stream = KeyValueStream(h_BTE.shape[1])
-    kept: list[KeptAttention | None] = []
+    kept: list[Attended | None] = []
     out_BTE: Tensor | None = None
     for index, (start, stop) in enumerate(call.spans(h_BTE)):
         chunk = call.chunk((start, stop), stream, keep_attention=keep_attention)
@@ -123,13 +123,13 @@ def _forward(
     return out_BTE, stream, kept
 
 
-def _restore_stream(ctx: Any, h_BTE: Tensor, saved: list[Tensor]) -> tuple[KeyValueStream, Sequence[KeptAttention | None]]:
+def _restore_stream(ctx: Any, h_BTE: Tensor, saved: list[Tensor]) -> tuple[KeyValueStream, Sequence[Attended | None]]:
     """Keys and values of the whole sequence, as kept or by running every chunk up to its keys."""
     call: StreamedCall = ctx.call
     if ctx.attention_is_kept:
         key, value, *pairs = saved
         stream = KeyValueStream(h_BTE.shape[1], (key, value))
-        return stream, [KeptAttention(out, lse) for out, lse in zip(pairs[::2], pairs[1::2], strict=True)]
+        return stream, [Attended(out, lse) for out, lse in zip(pairs[::2], pairs[1::2], strict=True)]
 
     stream = KeyValueStream(h_BTE.shape[1])
     for index, (start, stop) in enumerate(call.spans(h_BTE)):

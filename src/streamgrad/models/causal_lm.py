@@ -26,8 +26,8 @@ from streamgrad.head.cross_entropy import mean_of, summed_cross_entropy
 from streamgrad.head.logits import LogitMap
 from streamgrad.head.module import summed_module_cross_entropy
 from streamgrad.head.rows import TargetRows, flatten
-from streamgrad.models.decoder import _attribute, named_arguments
-from streamgrad.models.support import own_forward, sliding_window
+from streamgrad.models.forwards import named_arguments, own_forward, temporary_attribute
+from streamgrad.models.support import sliding_window
 
 
 @dataclass
@@ -138,8 +138,8 @@ def causal_lm_forward(model: Any, *args: Any, **kwargs: Any) -> Any:
 
     job = _HeadJob(model.get_output_embeddings(), stream, arguments)
     with ExitStack() as restore:
-        restore.enter_context(_attribute(job.head, "forward", job.head_forward))
-        restore.enter_context(_attribute(model, "_loss_function", job.loss_function))
+        restore.enter_context(temporary_attribute(job.head, "forward", job.head_forward))
+        restore.enter_context(temporary_attribute(model, "_loss_function", job.loss_function))
         try:
             output = stock(*args, **kwargs)
         except SeamError as error:

@@ -6,7 +6,6 @@ as it stands, and a model between calls is the stock model but for two instance 
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,8 +22,8 @@ from streamgrad.core.chunk import Chunk, SeamError
 from streamgrad.core.layer import StreamedCall
 from streamgrad.models.arguments import LayerArguments
 from streamgrad.models.attention import streamed_attention_in
+from streamgrad.models.forwards import named_arguments, own_forward, temporary_attribute
 from streamgrad.models.masks import layer_mask, with_documents
-from streamgrad.models.support import own_forward
 
 
 @dataclass
@@ -56,12 +55,6 @@ def decoder_forward(decoder: Any, *args: Any, **kwargs: Any) -> Any:
         raise ValueError(
             f"{type(decoder).__name__} cannot be streamed: {error}. Call streamgrad.disable(model) to train it without."
         ) from error
-
-
-def named_arguments(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by name."""
-    names = [name for name, p in inspect.signature(forward).parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    return dict(zip(names, args, strict=False)) | kwargs
 
 
 def _should_stream(decoder: Any, stream: DecoderStream, arguments: dict[str, Any]) -> bool:
@@ -111,25 +104,11 @@ def _streamed_layers(decoder: Any, stream: DecoderStream) -> Iterator[None]:
     with ExitStack() as restore:
         for layer in stream.layers:
             replacement = _streamed_forward(layer, own_forward(layer), decoder.config, stream, masks)
-            restore.enter_context(_attribute(layer, "forward", replacement))
+            restore.enter_context(temporary_attribute(layer, "forward", replacement))
             if getattr(layer, "gradient_checkpointing", False):
                 # A streamed layer already recomputes itself; checkpointing around it would run it a third time.
-                restore.enter_context(_attribute(layer, "gradient_checkpointing", False))
+                restore.enter_context(temporary_attribute(layer, "gradient_checkpointing", False))
         yield
-
-
-@contextmanager
-def _attribute(module: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """An instance attribute for the duration of the block, removed afterwards if there was none."""
-    previous = module.__dict__.get(name, _attribute)
-    module.__dict__[name] = value
-    try:
-        yield
-    finally:
-        if previous is _attribute:
-            del module.__dict__[name]
-        else:
-            module.__dict__[name] = previous
 
 
 def _streamed_forward(

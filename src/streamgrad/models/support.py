@@ -6,8 +6,7 @@ that cannot be cut) raises `SeamError` there, so nothing is ever run wrongly.
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from streamgrad.models.arguments import CACHE_NAMES, cache_argument
+from streamgrad.models.forwards import own_forward
 
 # Rotary embeddings whose frequencies follow the longest position they are shown: a chunk would show them its own.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -101,9 +101,3 @@ def sliding_window(config: Any) -> int | None:
     config = config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None)
     return getattr(config, "sliding_window", None) if kinds is None or "sliding_attention" in kinds else None
-
-
-def own_forward(module: nn.Module) -> Callable[..., Any]:
-    """The module's forward as it stands now; read at the call, since other libraries patch it in the meantime."""
-    own = module.__dict__.get("forward")
-    return own if own is not None else types.MethodType(type(module).forward, module)

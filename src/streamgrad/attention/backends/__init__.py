@@ -13,6 +13,7 @@ from streamgrad.attention.backends.cudnn import CudnnBackend
 from streamgrad.attention.backends.eager import EagerBackend
 from streamgrad.attention.backends.flash import FlashBackend
 from streamgrad.attention.backends.sdpa import SdpaBackend
+from streamgrad.core.chunk import Attended
 
 __all__ = ["Backend", "Block", "backends_named", "choose", "run_or_replace"]
 
@@ -38,9 +39,7 @@ def choose(backends: Sequence[Backend], query_BHLD: Tensor, key_BGSD: Tensor, va
     )
 
 
-def run_or_replace(
-    backends: list[Backend], query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block
-) -> tuple[Tensor, Tensor, object]:
+def run_or_replace(backends: list[Backend], query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Attended:
     """`forward` of the first kernel that takes the block; one that raises is taken out of `backends`, with a warning."""
     while True:
         backend = choose(backends, query_BHLD, key_BGSD, value_BGSD, block)

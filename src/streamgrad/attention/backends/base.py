@@ -17,6 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from streamgrad.core.chunk import Attended
+
 
 @dataclass(frozen=True)
 class Block:
@@ -49,20 +51,12 @@ class Backend(Protocol):
         """Why this kernel cannot compute the block, or None if it can."""
         ...
 
-    def forward(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> tuple[Tensor, Tensor, object]:
-        """`(out_BHLD, lse_BHL, state)`; `state` is handed to `backward` (a dropout mask, or None)."""
+    def forward(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Attended:
+        """The block's output and log-sum-exp."""
         ...
 
     def backward(
-        self,
-        dout_BHLD: Tensor,
-        query_BHLD: Tensor,
-        key_BGSD: Tensor,
-        value_BGSD: Tensor,
-        out_BHLD: Tensor,
-        lse_BHL: Tensor,
-        block: Block,
-        state: object,
+        self, dout_BHLD: Tensor, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, done: Attended, block: Block
     ) -> tuple[Tensor, list[KeyGradient]]:
         """`dquery_BHLD`, and the gradients of keys and values in one or more pieces that are to be added up."""
         ...

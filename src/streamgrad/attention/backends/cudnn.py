@@ -11,6 +11,7 @@ from torch import Tensor
 
 from streamgrad.attention.backends.base import Block, KeyGradient
 from streamgrad.attention.backends.flash import needs_plain_16_bit_cuda
+from streamgrad.core.chunk import Attended
 
 aten = torch.ops.aten
 
@@ -25,7 +26,7 @@ class CudnnBackend:
             return "its backward does not take a single query or key"
         return needs_plain_16_bit_cuda(query_BHLD, value_BGSD, block, largest_head=128)
 
-    def forward(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> tuple[Tensor, Tensor, None]:
+    def forward(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Attended:
         merged: tuple[Tensor, Tensor] | None = None
         for first, last, causal in _pieces(query_BHLD, key_BGSD, block):
             out_BHLD, lse_BHL1, *_ = aten._scaled_dot_product_cudnn_attention(
@@ -35,27 +36,19 @@ class CudnnBackend:
             piece = out_BHLD, lse_BHL1.view(query_BHLD.shape[:3])
             merged = piece if merged is None else merge(*merged, *piece)
         assert merged is not None
-        return *merged, None
+        return Attended(*merged)
 
     def backward(
-        self,
-        dout_BHLD: Tensor,
-        query_BHLD: Tensor,
-        key_BGSD: Tensor,
-        value_BGSD: Tensor,
-        out_BHLD: Tensor,
-        lse_BHL: Tensor,
-        block: Block,
-        state: object,
+        self, dout_BHLD: Tensor, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, done: Attended, block: Block
     ) -> tuple[Tensor, list[KeyGradient]]:
         seed = torch.zeros((), dtype=torch.long, device=query_BHLD.device)
-        lse_BHL1 = lse_BHL.unsqueeze(-1).contiguous()
+        lse_BHL1 = done.lse_BHL.unsqueeze(-1).contiguous()
         dquery_BHLD: Tensor | None = None
         pieces: list[KeyGradient] = []
         for first, last, causal in _pieces(query_BHLD, key_BGSD, block):
             dquery, dkey, dvalue = aten._scaled_dot_product_cudnn_attention_backward(
-                dout_BHLD, query_BHLD, key_BGSD[:, :, first:last], value_BGSD[:, :, first:last], out_BHLD, lse_BHL1, seed, seed,
-                None, None, None, query_BHLD.shape[2], last - first, 0.0, causal, scale=block.scale,
+                dout_BHLD, query_BHLD, key_BGSD[:, :, first:last], value_BGSD[:, :, first:last], done.out_BHLD, lse_BHL1,
+                seed, seed, None, None, None, query_BHLD.shape[2], last - first, 0.0, causal, scale=block.scale,
             )  # fmt: skip
             dquery_BHLD = dquery if dquery_BHLD is None else dquery_BHLD + dquery
             pieces.append((first, last, dkey, dvalue))

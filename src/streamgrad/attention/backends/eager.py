@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from streamgrad.attention.backends.base import Block, KeyGradient, additive, visible_mask
+from streamgrad.core.chunk import Attended
 from streamgrad.core.sums import accumulator_dtype
 
 
@@ -19,9 +20,7 @@ class EagerBackend:
     def refusal(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> str | None:
         return None
 
-    def forward(
-        self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Attended:
         scores_BHLS, _ = _scores(query_BHLD, key_BGSD, block)
         lse_BHL = scores_BHLS.logsumexp(dim=-1)
         weights_BHLS = _probabilities(scores_BHLS, lse_BHL)
@@ -31,33 +30,25 @@ class EagerBackend:
             weights_BHLS = weights_BHLS.masked_fill_(dropped, 0.0).div_(1.0 - block.dropout)
         value_BGSD = value_BGSD.to(weights_BHLS.dtype)
         out_BHLD = (_stack_heads(weights_BHLS, value_BGSD) @ value_BGSD).view(*weights_BHLS.shape[:3], -1)
-        return out_BHLD.to(query_BHLD.dtype), lse_BHL, dropped
+        return Attended(out_BHLD.to(query_BHLD.dtype), lse_BHL, dropped)
 
     def backward(
-        self,
-        dout_BHLD: Tensor,
-        query_BHLD: Tensor,
-        key_BGSD: Tensor,
-        value_BGSD: Tensor,
-        out_BHLD: Tensor,
-        lse_BHL: Tensor,
-        block: Block,
-        state: object,
+        self, dout_BHLD: Tensor, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, done: Attended, block: Block
     ) -> tuple[Tensor, list[KeyGradient]]:
         scores_BHLS, slope_BHLS = _scores(query_BHLD, key_BGSD, block)
         dtype = scores_BHLS.dtype
-        weights_BHLS = _probabilities(scores_BHLS, lse_BHL)
+        weights_BHLS = _probabilities(scores_BHLS, done.lse_BHL)
         dout_BHLD = dout_BHLD.to(dtype)
         dout_stacked = _stack_heads(dout_BHLD, value_BGSD)
         dweights_BHLS = (dout_stacked @ value_BGSD.to(dtype).mT).view(weights_BHLS.shape)
         used_BHLS = weights_BHLS
-        if isinstance(state, Tensor):
+        if done.dropped_BHLS is not None:
             keep = 1.0 / (1.0 - block.dropout)
-            dweights_BHLS = dweights_BHLS.masked_fill_(state, 0.0).mul_(keep)
-            used_BHLS = weights_BHLS.masked_fill(state, 0.0).mul_(keep)
+            dweights_BHLS = dweights_BHLS.masked_fill_(done.dropped_BHLS, 0.0).mul_(keep)
+            used_BHLS = weights_BHLS.masked_fill(done.dropped_BHLS, 0.0).mul_(keep)
         dvalue_BGSD = _stack_heads(used_BHLS, value_BGSD).mT @ dout_stacked
         # delta = rowsum(dout * out) = rowsum(dweights * weights) over the whole row, also when dropout acted on it.
-        delta_BHL1 = (dout_BHLD * out_BHLD.to(dtype)).sum(dim=-1, keepdim=True)
+        delta_BHL1 = (dout_BHLD * done.out_BHLD.to(dtype)).sum(dim=-1, keepdim=True)
         dscores_BHLS = dweights_BHLS.sub_(delta_BHL1).mul_(weights_BHLS)
         if slope_BHLS is not None:
             dscores_BHLS.mul_(slope_BHLS)

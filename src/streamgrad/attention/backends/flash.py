@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from streamgrad.attention.backends.base import Block, KeyGradient
+from streamgrad.core.chunk import Attended
 
 aten = torch.ops.aten
 
@@ -16,30 +17,22 @@ class FlashBackend:
     def refusal(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> str | None:
         return needs_plain_16_bit_cuda(query_BHLD, value_BGSD, block, largest_head=256)
 
-    def forward(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> tuple[Tensor, Tensor, None]:
+    def forward(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Attended:
         query, key, value = (tensor.transpose(1, 2) for tensor in (query_BHLD, key_BGSD, value_BGSD))
         # Below scaled_dot_product_attention, is_causal is aligned as `Block.causal` is: at the last query and the last key.
         out_BLHD, lse_BHL, *_ = aten._flash_attention_forward(
             query, key, value, None, None, query.shape[1], key.shape[1], 0.0, block.causal, False, scale=block.scale
         )
-        return out_BLHD.transpose(1, 2), lse_BHL, None
+        return Attended(out_BLHD.transpose(1, 2), lse_BHL)
 
     def backward(
-        self,
-        dout_BHLD: Tensor,
-        query_BHLD: Tensor,
-        key_BGSD: Tensor,
-        value_BGSD: Tensor,
-        out_BHLD: Tensor,
-        lse_BHL: Tensor,
-        block: Block,
-        state: object,
+        self, dout_BHLD: Tensor, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, done: Attended, block: Block
     ) -> tuple[Tensor, list[KeyGradient]]:
-        tensors = dout_BHLD, query_BHLD, key_BGSD, value_BGSD, out_BHLD
+        tensors = dout_BHLD, query_BHLD, key_BGSD, value_BGSD, done.out_BHLD
         dout, query, key, value, out = (tensor.transpose(1, 2) for tensor in tensors)
         seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
         dquery, dkey, dvalue = aten._flash_attention_backward(
-            dout, query, key, value, out, lse_BHL, None, None, query.shape[1], key.shape[1], 0.0, block.causal,
+            dout, query, key, value, out, done.lse_BHL, None, None, query.shape[1], key.shape[1], 0.0, block.causal,
             seed, seed[:0], scale=block.scale,
         )  # fmt: skip
         return dquery.transpose(1, 2), [(0, key.shape[1], dkey.transpose(1, 2), dvalue.transpose(1, 2))]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from streamgrad.attention.backends.base import Block, KeyGradient, additive, visible_mask
+from streamgrad.core.chunk import Attended
 
 aten = torch.ops.aten
 
@@ -27,7 +28,7 @@ class SdpaBackend:
             return "no CUDA kernel for float64"
         return None
 
-    def forward(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> tuple[Tensor, Tensor, None]:
+    def forward(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Attended:
         mask, causal = _kernel_mask(query_BHLD, key_BGSD, block)
         bias = additive(mask, query_BHLD.dtype)
         if query_BHLD.device.type == "cpu":
@@ -46,27 +47,19 @@ class SdpaBackend:
         if mask is not None and mask.dtype == torch.bool:
             # The kernels disagree on the log-sum-exp of a row that sees no key; of no terms it is -inf.
             lse_BHL = lse_BHL.masked_fill(~mask.any(dim=-1), float("-inf"))
-        return out_BHLD, lse_BHL, None
+        return Attended(out_BHLD, lse_BHL)
 
     def backward(
-        self,
-        dout_BHLD: Tensor,
-        query_BHLD: Tensor,
-        key_BGSD: Tensor,
-        value_BGSD: Tensor,
-        out_BHLD: Tensor,
-        lse_BHL: Tensor,
-        block: Block,
-        state: object,
+        self, dout_BHLD: Tensor, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, done: Attended, block: Block
     ) -> tuple[Tensor, list[KeyGradient]]:
         mask, causal = _kernel_mask(query_BHLD, key_BGSD, block)
         bias = additive(mask, query_BHLD.dtype)
         keys = key_BGSD.shape[2]
         # A row that sees no key: +inf instead of -inf makes its probabilities exp(-inf - inf) = 0 instead of NaN.
-        lse_BHL = lse_BHL.masked_fill(lse_BHL == float("-inf"), float("inf"))
+        lse_BHL = done.lse_BHL.masked_fill(done.lse_BHL == float("-inf"), float("inf"))
         if query_BHLD.device.type == "cpu":
             dquery_BHLD, dkey, dvalue = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                dout_BHLD, query_BHLD, key_BGSD, value_BGSD, out_BHLD, lse_BHL, 0.0, causal,
+                dout_BHLD, query_BHLD, key_BGSD, value_BGSD, done.out_BHLD, lse_BHL, 0.0, causal,
                 attn_mask=bias, scale=block.scale,
             )  # fmt: skip
             return dquery_BHLD, [(0, keys, dkey, dvalue)]
@@ -77,7 +70,7 @@ class SdpaBackend:
         for heads in _head_slices(query_BHLD, key_BGSD):
             dquery_BHLD[:, heads], dkey, dvalue, _ = aten._scaled_dot_product_efficient_attention_backward(
                 dout_BHLD[:, heads], query_BHLD[:, heads], key_BGSD, value_BGSD,
-                _aligned(bias, heads, query_BHLD, key_BGSD), _as_forward_makes_it(out_BHLD[:, heads]),
+                _aligned(bias, heads, query_BHLD, key_BGSD), _as_forward_makes_it(done.out_BHLD[:, heads]),
                 lse_BHL[:, heads].contiguous(), seed, seed, 0.0, [True, True, True, False], causal, scale=block.scale,
             )  # fmt: skip
             pieces.append((0, keys, dkey, dvalue))
