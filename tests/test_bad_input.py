@@ -26,6 +26,7 @@ def model():
         ({"chunk_size": True}, TypeError, "chunk_size=True is a bool"),
         ({"head_chunk_size": 0}, ValueError, "head_chunk_size=0"),
         ({"keep": "everything"}, ValueError, "keep='everything' .*'input'"),
+        ({"offload": "disk"}, ValueError, "offload='disk' .*'host'"),
         ({"attention": "fast"}, ValueError, "attention='fast' .*'eager'"),
         ({"chunksize": 4}, TypeError, "'chunksize' is not a streamgrad option.*chunk_size"),
         ({"config": {"chunk_size": 4}}, TypeError, "StreamConfig"),

@@ -133,6 +133,53 @@ def test_dropout_on_the_device_uses_one_mask():
     assert_same_step(run_step(model, batch, forward=seeded), expected, 2e-5)
 
 
+@pytest.mark.parametrize("keep", ["input", "attention"])
+def test_host_offload_is_bitwise_equal_and_reuses_its_buffers(keep):
+    """Several lengths, two backward passes in flight and a retained graph, against the same with tensors on the device."""
+    outcomes, pools = [], []
+    for offload in ("none", "host"):
+        model = tiny_model("llama", dtype=torch.bfloat16, num_hidden_layers=4, **SHAPE).cuda()
+        streamgrad.enable(model, chunk_size=64, keep=keep, offload=offload)
+        batch = {length: tokens(2, length, seed=length).cuda() for length in (200, 333, 120)}
+
+        def step(*lengths, model=model, batch=batch):
+            losses = [model(input_ids=batch[length], labels=batch[length]).loss for length in lengths]
+            losses[0].backward(retain_graph=True)
+            for loss in losses:
+                loss.backward()
+
+        for lengths in ((200,), (333, 120), (120, 333), (333,)):
+            step(*lengths)
+        torch.cuda.synchronize()
+        outcomes.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+        pools.append(model.model._streamgrad.host_store)
+    for name, gradient in outcomes[0].items():
+        assert torch.equal(gradient, outcomes[1][name]), name
+    pool = pools[1].pool
+    grown_bytes = pool.total_bytes
+    step(333)
+    assert pool.total_bytes == grown_bytes > 0
+    assert sum(buffer.numel() for buffer in pool._free) == grown_bytes, "a buffer was not returned"
+
+
+def test_host_offload_frees_the_device():
+    """Device memory of a step no longer holds the kept inputs of the layers."""
+    peaks = {}
+    for offload in ("none", "host"):
+        model = tiny_model("llama", dtype=torch.bfloat16, num_hidden_layers=16, **SHAPE).cuda()
+        streamgrad.enable(model, chunk_size=256, head_chunk_size=256, offload=offload)
+        ids = tokens(1, 8192).cuda()
+        for _ in range(2):
+            model.zero_grad(set_to_none=False)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            model(input_ids=ids, labels=ids).loss.backward()
+            torch.cuda.synchronize()
+            peaks[offload] = torch.cuda.max_memory_allocated() - before
+    kept_bytes = 16 * 8192 * SHAPE["hidden_size"] * 2
+    assert peaks["none"] - peaks["host"] > 0.7 * kept_bytes
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_head_on_the_device(dtype):
     torch.manual_seed(0)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 KEEP_POLICIES = ("auto", "input", "attention", "all")
+OFFLOAD_PLACES = ("auto", "none", "host")
 ATTENTION_BACKENDS = ("auto", "cudnn", "flash", "sdpa", "eager")
 
 
@@ -24,6 +25,9 @@ class StreamConfig:
             What a layer keeps between forward and backward. `"input"`: its input only. `"attention"`: also keys, values,
             attention output and log-sum-exp, so that attention runs forward once a step. `"all"`: the ordinary graph
             (nothing is recomputed or streamed in the layers; the head still is). `"auto"` is `"input"`, the smallest.
+        offload (`str`, defaults to `"auto"`):
+            Where the layers' kept tensors wait for backward. `"none"`: on the device. `"host"`: in pinned host memory, copied
+            beside the computation (CUDA; on a CPU there is nothing to move). `"auto"` is `"none"`.
         attention (`str`, defaults to `"auto"`):
             Kernel for the blocks of streamed attention. `"auto"` takes the fastest that supports the model, mask, dtype
             and device at hand.
@@ -32,6 +36,7 @@ class StreamConfig:
     chunk_size: int = 4096
     head_chunk_size: int = 2048
     keep: str = "auto"
+    offload: str = "auto"
     attention: str = "auto"
 
     def __post_init__(self) -> None:
@@ -46,7 +51,7 @@ class StreamConfig:
                 raise ValueError(
                     f"{name}={value} leaves no tokens in a chunk. Pass at least 1; {getattr(type(self), name)} is the default."
                 )
-        for name, choices in (("keep", KEEP_POLICIES), ("attention", ATTENTION_BACKENDS)):
+        for name, choices in (("keep", KEEP_POLICIES), ("offload", OFFLOAD_PLACES), ("attention", ATTENTION_BACKENDS)):
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"{name}={value!r} is not a choice. Pass one of {', '.join(map(repr, choices))}.")

@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from streamgrad.core.chunk import Attended, Chunk, KeyValueStream, StopAtKeys, spans
 from streamgrad.core.replay import Autocast, RandomTape
 from streamgrad.core.shadows import Shadows, trainable_parameters
+from streamgrad.core.storage import HostStore
 
 
 @dataclass
@@ -43,6 +44,7 @@ class StreamedCall:
     backends: list
     chunk_size: int
     keep_attention: bool
+    host_store: HostStore | None = None
 
     def __call__(self, h_BTE: Tensor) -> Tensor:
         parameters = trainable_parameters(self.layer)
@@ -75,14 +77,18 @@ class _StreamedLayer(torch.autograd.Function):
         if ctx.attention_is_kept:
             tensors += stream.tensors
             tensors += [tensor for entry in kept if entry for tensor in (entry.out_BHLD, entry.lse_BHL)]
-        ctx.save_for_backward(*tensors)
+        if call.host_store is not None and h_BTE.device.type == "cuda":
+            ctx.stored = call.host_store.put([tensor.detach() for tensor in tensors])
+        else:
+            ctx.stored = None
+            ctx.save_for_backward(*tensors)
         return out_BTE
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_BTE: Tensor) -> tuple[Tensor | None, ...]:
         call: StreamedCall = ctx.call
-        h_BTE, *saved = (tensor.detach() for tensor in ctx.saved_tensors)
+        h_BTE, *saved = (tensor.detach() for tensor in (ctx.stored.get() if ctx.stored else ctx.saved_tensors))
         _check_unchanged(ctx.parameters, ctx.versions)
         shadows = Shadows(ctx.parameters)
         with shadows.installed_in(call.layer), ctx.autocast.restored():

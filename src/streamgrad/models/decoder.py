@@ -6,6 +6,7 @@ as it stands, and a model between calls is the stock model but for two instance 
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,7 @@ from streamgrad.attention.masks import CausalMask, DenseMask
 from streamgrad.config import StreamConfig
 from streamgrad.core.chunk import Chunk, SeamError
 from streamgrad.core.layer import StreamedCall
+from streamgrad.core.storage import HostStore
 from streamgrad.models.arguments import LayerArguments
 from streamgrad.models.attention import streamed_attention_in
 from streamgrad.models.forwards import named_arguments, own_forward, temporary_attribute
@@ -34,9 +36,15 @@ class DecoderStream:
     layers: list[nn.Module]
     stock_forward: Callable[..., Any] | None
     backends: list[Backend] = field(init=False)
+    host_store: HostStore | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.backends = backends_named(self.config.attention)
+        self.host_store = HostStore() if self.config.offload == "host" else None
+
+    def __deepcopy__(self, memo: dict) -> DecoderStream:
+        """A copied model gets kernels and host buffers of its own."""
+        return DecoderStream(self.config, copy.deepcopy(self.layers, memo), copy.deepcopy(self.stock_forward, memo))
 
 
 def decoder_forward(decoder: Any, *args: Any, **kwargs: Any) -> Any:
@@ -137,6 +145,7 @@ def _streamed_forward(
             backends=stream.backends,
             chunk_size=stream.config.chunk_size,
             keep_attention=stream.config.keep == "attention",
+            host_store=stream.host_store,
         )
         out_BTE = call(arguments.hidden_states)
         return (out_BTE,) if arguments.returns_tuple else out_BTE
