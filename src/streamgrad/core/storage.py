@@ -82,7 +82,7 @@ class StoredOnHost:
         self.store, self.device = store, tensors[0].device
         self._below = None if below is None else weakref.ref(below)
         self._arriving: tuple[list[Tensor], torch.cuda.Event] | None = None
-        self._shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        self._layouts = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in map(_dense, tensors)]
         self._buffers = [store.pool.take(tensor.nbytes) for tensor in tensors]
         weakref.finalize(self, _return_buffers, store.pool, self._buffers)
         outward, inward = store.streams(self.device)
@@ -122,10 +122,16 @@ class StoredOnHost:
         return tensors
 
     def _views(self) -> list[Tensor]:
+        """The buffers as tensors of the stored layouts: a kernel given other strides may round differently."""
         return [
-            buffer[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
-            for buffer, (shape, dtype) in zip(self._buffers, self._shapes, strict=True)
+            buffer[: shape.numel() * dtype.itemsize].view(dtype).as_strided(shape, stride)
+            for buffer, (shape, stride, dtype) in zip(self._buffers, self._layouts, strict=True)
         ]
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """A tensor without gaps in memory and with the strides of this one where it has none itself; values do not matter."""
+    return torch.empty_like(tensor, device="meta")
 
 
 def _return_buffers(pool: PinnedPool, buffers: list[Tensor]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from streamgrad.core.chunk import Chunk, SeamError
 
@@ -22,17 +22,20 @@ _WHOLE = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num
 
 @dataclass
 class LayerArguments:
-    """One call `layer(hidden_states, **others)`; `run` makes the same call on a chunk."""
+    """One call `layer(hidden_states, **others)`; `run` makes the same call on a chunk.
+
+    The hidden states themselves are not held: backward keeps this object, and they may have been moved off the device by then.
+    """
 
     forward: Callable[..., Any]
-    hidden_states: Tensor
     attention_mask: Any
     others: dict[str, Any]
     cache_name: str
     returns_tuple: bool = False
 
     @classmethod
-    def bind(cls, layer: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> LayerArguments:
+    def bind(cls, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, LayerArguments]:
+        """The hidden states of the call, and everything else."""
         bound = inspect.signature(forward).bind(*args, **kwargs)
         values = dict(bound.arguments)
         for name, parameter in bound.signature.parameters.items():
@@ -50,7 +53,7 @@ class LayerArguments:
         values.pop("use_cache", None)
         for name, value in values.items():
             _check_argument(name, value)
-        return cls(forward, hidden_states, attention_mask, values, cache_name)
+        return hidden_states, cls(forward, attention_mask, values, cache_name)
 
     def run(self, h_BLE: Tensor, chunk: Chunk) -> Tensor:
         """The layer's hidden states for one chunk; a layer that wraps them in a 1-tuple is unwrapped."""

@@ -129,10 +129,10 @@ def _streamed_forward(
     """`forward`, streamed; `masks` is shared by the layers of one call, most of which are given the same mask."""
 
     def streamed(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
-        arguments = LayerArguments.bind(layer, forward, args, kwargs)
+        h_BTE, arguments = LayerArguments.bind(forward, args, kwargs)
         key = id(arguments.attention_mask)
         if key not in masks:
-            masks[key] = _mask_of(arguments, stream.config.chunk_size)
+            masks[key] = _mask_of(arguments, h_BTE.shape[1], stream.config.chunk_size)
 
         def run(h_BLE: Tensor, chunk: Chunk) -> Tensor:
             with streamed_attention_in(hf_config):
@@ -147,14 +147,13 @@ def _streamed_forward(
             keep_attention=stream.config.keep == "attention",
             host_store=stream.host_store,
         )
-        out_BTE = call(arguments.hidden_states)
+        out_BTE = call(h_BTE)
         return (out_BTE,) if arguments.returns_tuple else out_BTE
 
     return streamed
 
 
-def _mask_of(arguments: LayerArguments, chunk_size: int) -> CausalMask | DenseMask:
-    length = arguments.hidden_states.shape[1]
+def _mask_of(arguments: LayerArguments, length: int, chunk_size: int) -> CausalMask | DenseMask:
     mask = layer_mask(arguments.attention_mask, length, chunk_size=chunk_size)
     boundaries = arguments.others.get("cu_seq_lens_q")
     if boundaries is not None and isinstance(mask, CausalMask):

@@ -77,3 +77,20 @@ def visible_mask(block: Block, rows: int, keys: int, device: torch.device) -> Te
         return block.mask
     assert block.mask is None
     return torch.ones(rows, keys, dtype=torch.bool, device=device).tril_(diagonal=keys - rows)[None, None]
+
+
+def split_causal(block: Block, rows: int, keys: int) -> list[tuple[int, int, bool]]:
+    """A block without a mask as pieces of it for kernels that are causal only for as many queries as keys.
+
+    Keys `[first, last)` of each piece, and whether it is causal: the keys before the queries' own, and those.
+    """
+    if not block.causal or rows == keys:
+        return [(0, keys, block.causal)]
+    return [(0, keys - rows, False), (keys - rows, keys, True)]
+
+
+def merge(a: Attended, b: Attended) -> Attended:
+    """Attention over the union of two sets of keys from attention over each: weights exp(lse_i - lse)."""
+    lse_BHL = torch.logaddexp(a.lse_BHL, b.lse_BHL)
+    share_a, share_b = ((part.lse_BHL - lse_BHL).exp().unsqueeze(-1) for part in (a, b))
+    return Attended((a.out_BHLD * share_a + b.out_BHLD * share_b).to(a.out_BHLD.dtype), lse_BHL)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from streamgrad.attention.backends.base import Block, KeyGradient
+from streamgrad.attention.backends.base import Block, KeyGradient, merge, split_causal
 from streamgrad.attention.backends.flash import needs_plain_16_bit_cuda
 from streamgrad.core.chunk import Attended
 
@@ -22,21 +22,22 @@ class CudnnBackend:
     def refusal(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> str | None:
         if not torch.backends.cudnn.is_available():
             return "cuDNN is not available"
-        if any(1 in (query_BHLD.shape[2], last - first) for first, last, _ in _pieces(query_BHLD, key_BGSD, block)):
+        rows, keys = query_BHLD.shape[2], key_BGSD.shape[2]
+        if rows == 1 or any(last - first == 1 for first, last, _ in split_causal(block, rows, keys)):
             return "its backward does not take a single query or key"
         return needs_plain_16_bit_cuda(query_BHLD, value_BGSD, block, largest_head=128)
 
     def forward(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Attended:
-        merged: tuple[Tensor, Tensor] | None = None
-        for first, last, causal in _pieces(query_BHLD, key_BGSD, block):
+        merged: Attended | None = None
+        for first, last, causal in split_causal(block, query_BHLD.shape[2], key_BGSD.shape[2]):
             out_BHLD, lse_BHL1, *_ = aten._scaled_dot_product_cudnn_attention(
                 query_BHLD, key_BGSD[:, :, first:last], value_BGSD[:, :, first:last], None, True, 0.0, causal, False,
                 scale=block.scale,
             )  # fmt: skip
-            piece = out_BHLD, lse_BHL1.view(query_BHLD.shape[:3])
-            merged = piece if merged is None else merge(*merged, *piece)
+            piece = Attended(out_BHLD, lse_BHL1.view(query_BHLD.shape[:3]))
+            merged = piece if merged is None else merge(merged, piece)
         assert merged is not None
-        return Attended(*merged)
+        return merged
 
     def backward(
         self, dout_BHLD: Tensor, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, done: Attended, block: Block
@@ -45,7 +46,7 @@ class CudnnBackend:
         lse_BHL1 = done.lse_BHL.unsqueeze(-1).contiguous()
         dquery_BHLD: Tensor | None = None
         pieces: list[KeyGradient] = []
-        for first, last, causal in _pieces(query_BHLD, key_BGSD, block):
+        for first, last, causal in split_causal(block, query_BHLD.shape[2], key_BGSD.shape[2]):
             dquery, dkey, dvalue = aten._scaled_dot_product_cudnn_attention_backward(
                 dout_BHLD, query_BHLD, key_BGSD[:, :, first:last], value_BGSD[:, :, first:last], done.out_BHLD, lse_BHL1,
                 seed, seed, None, None, None, query_BHLD.shape[2], last - first, 0.0, causal, scale=block.scale,
@@ -54,18 +55,3 @@ class CudnnBackend:
             pieces.append((first, last, dkey, dvalue))
         assert dquery_BHLD is not None
         return dquery_BHLD, pieces
-
-
-def _pieces(query_BHLD: Tensor, key_BGSD: Tensor, block: Block) -> list[tuple[int, int, bool]]:
-    """Keys `[first, last)` and whether torch's `is_causal` holds for them."""
-    rows, keys = query_BHLD.shape[2], key_BGSD.shape[2]
-    if not block.causal or rows == keys:
-        return [(0, keys, block.causal)]
-    return [(0, keys - rows, False), (keys - rows, keys, True)]
-
-
-def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the union of two sets of keys from attention over each: weights exp(lse_i - lse)."""
-    lse_BHL = torch.logaddexp(lse_a, lse_b)
-    weight_a, weight_b = (lse_a - lse_BHL).exp().unsqueeze(-1), (lse_b - lse_BHL).exp().unsqueeze(-1)
-    return (out_a * weight_a + out_b * weight_b).to(out_a.dtype), lse_BHL

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from streamgrad.attention.backends.base import Block, KeyGradient, additive, visible_mask
+from streamgrad.attention.backends.base import Block, KeyGradient, additive, merge, split_causal, visible_mask
 from streamgrad.core.chunk import Attended
 
 aten = torch.ops.aten
@@ -29,60 +31,78 @@ class SdpaBackend:
         return None
 
     def forward(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Attended:
-        mask, causal = _kernel_mask(query_BHLD, key_BGSD, block)
-        bias = additive(mask, query_BHLD.dtype)
-        if query_BHLD.device.type == "cpu":
-            out_BHLD, lse_BHL = aten._scaled_dot_product_flash_attention_for_cpu(
-                query_BHLD, key_BGSD, value_BGSD, 0.0, causal, attn_mask=bias, scale=block.scale
-            )
-        else:
-            out_BHLD = torch.empty_like(query_BHLD)
-            lse_BHL = query_BHLD.new_empty(query_BHLD.shape[:3], dtype=torch.float32)
-            for heads in _head_slices(query_BHLD, key_BGSD):
-                out_BHLD[:, heads], lse, _, _ = aten._scaled_dot_product_efficient_attention(
-                    query_BHLD[:, heads], key_BGSD, value_BGSD, _aligned(bias, heads, query_BHLD, key_BGSD),
-                    True, 0.0, causal, scale=block.scale,
-                )  # fmt: skip
-                lse_BHL[:, heads] = lse[:, :, : query_BHLD.shape[2]]  # the kernel pads its rows
-        if mask is not None and mask.dtype == torch.bool:
-            # The kernels disagree on the log-sum-exp of a row that sees no key; of no terms it is -inf.
-            lse_BHL = lse_BHL.masked_fill(~mask.any(dim=-1), float("-inf"))
-        return Attended(out_BHLD, lse_BHL)
+        merged: Attended | None = None
+        for first, last, causal, mask in _pieces(query_BHLD, key_BGSD, block):
+            key, value = key_BGSD[:, :, first:last], value_BGSD[:, :, first:last]
+            piece = _forward(query_BHLD, key, value, causal, additive(mask, query_BHLD.dtype), block.scale)
+            if mask is not None and mask.dtype == torch.bool:
+                # The kernels disagree on the log-sum-exp of a row that sees no key; of no terms it is -inf.
+                piece.lse_BHL = piece.lse_BHL.masked_fill(~mask.any(dim=-1), float("-inf"))
+            merged = piece if merged is None else merge(merged, piece)
+        assert merged is not None
+        return merged
 
     def backward(
         self, dout_BHLD: Tensor, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, done: Attended, block: Block
     ) -> tuple[Tensor, list[KeyGradient]]:
-        mask, causal = _kernel_mask(query_BHLD, key_BGSD, block)
-        bias = additive(mask, query_BHLD.dtype)
-        keys = key_BGSD.shape[2]
         # A row that sees no key: +inf instead of -inf makes its probabilities exp(-inf - inf) = 0 instead of NaN.
-        lse_BHL = done.lse_BHL.masked_fill(done.lse_BHL == float("-inf"), float("inf"))
-        if query_BHLD.device.type == "cpu":
-            dquery_BHLD, dkey, dvalue = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                dout_BHLD, query_BHLD, key_BGSD, value_BGSD, done.out_BHLD, lse_BHL, 0.0, causal,
-                attn_mask=bias, scale=block.scale,
-            )  # fmt: skip
-            return dquery_BHLD, [(0, keys, dkey, dvalue)]
-        seed = torch.zeros((), dtype=torch.long, device=query_BHLD.device)
-        dquery_BHLD = torch.empty_like(query_BHLD)
-        pieces: list[KeyGradient] = []
-        lse_BHL = torch.nn.functional.pad(lse_BHL, (0, -lse_BHL.shape[-1] % 32), value=float("inf"))
-        for heads in _head_slices(query_BHLD, key_BGSD):
-            dquery_BHLD[:, heads], dkey, dvalue, _ = aten._scaled_dot_product_efficient_attention_backward(
-                dout_BHLD[:, heads], query_BHLD[:, heads], key_BGSD, value_BGSD,
-                _aligned(bias, heads, query_BHLD, key_BGSD), _as_forward_makes_it(done.out_BHLD[:, heads]),
-                lse_BHL[:, heads].contiguous(), seed, seed, 0.0, [True, True, True, False], causal, scale=block.scale,
-            )  # fmt: skip
-            pieces.append((0, keys, dkey, dvalue))
-        return dquery_BHLD, pieces
+        done = Attended(done.out_BHLD, done.lse_BHL.masked_fill(done.lse_BHL == float("-inf"), float("inf")))
+        dquery_BHLD = torch.zeros_like(query_BHLD)
+        gradients: list[KeyGradient] = []
+        for first, last, causal, mask in _pieces(query_BHLD, key_BGSD, block):
+            key, value = key_BGSD[:, :, first:last], value_BGSD[:, :, first:last]
+            bias = additive(mask, query_BHLD.dtype)
+            for heads, dquery, dkey, dvalue in _backward(dout_BHLD, query_BHLD, key, value, done, causal, bias, block.scale):
+                dquery_BHLD[:, heads] += dquery
+                gradients.append((first, last, dkey, dvalue))
+        return dquery_BHLD, gradients
 
 
-def _kernel_mask(query_BHLD: Tensor, key_BGSD: Tensor, block: Block) -> tuple[Tensor | None, bool]:
-    """The mask to pass, and torch's `is_causal`, which means what `Block.causal` does only for as many queries as keys."""
+_Piece = tuple[int, int, bool, Tensor | None]  # keys [first, last), torch's is_causal, mask
+
+
+def _pieces(query_BHLD: Tensor, key_BGSD: Tensor, block: Block) -> list[_Piece]:
+    """The block as calls of the kernel, whose `is_causal` means what `Block.causal` does only for as many queries as keys.
+
+    Merging pieces would round 16-bit outputs twice; there, causality is written into a mask instead.
+    """
     rows, keys = query_BHLD.shape[2], key_BGSD.shape[2]
-    if block.causal and rows == keys:
-        return None, True
-    return visible_mask(block, rows, keys, query_BHLD.device), False
+    if block.mask is not None or (block.causal and rows != keys and query_BHLD.dtype.itemsize == 2):
+        return [(0, keys, False, visible_mask(block, rows, keys, query_BHLD.device))]
+    return [(*piece, None) for piece in split_causal(block, rows, keys)]
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, bias: Tensor | None, scale: float) -> Attended:
+    if query.device.type == "cpu":
+        kernel = aten._scaled_dot_product_flash_attention_for_cpu
+        return Attended(*kernel(query, key, value, 0.0, causal, attn_mask=bias, scale=scale))
+    done = Attended(torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32))
+    for heads in _head_slices(query, key):
+        done.out_BHLD[:, heads], lse, _, _ = aten._scaled_dot_product_efficient_attention(
+            query[:, heads], key, value, _aligned(bias, heads, query, key), True, 0.0, causal, scale=scale
+        )
+        done.lse_BHL[:, heads] = lse[:, :, : query.shape[2]]  # the kernel pads its rows
+    return done
+
+
+def _backward(
+    dout: Tensor, query: Tensor, key: Tensor, value: Tensor, done: Attended, causal: bool, bias: Tensor | None, scale: float
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """`(query heads, dquery of these heads, dkey, dvalue)` of each kernel call."""
+    if query.device.type == "cpu":
+        kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        grads = kernel(dout, query, key, value, done.out_BHLD, done.lse_BHL, 0.0, causal, attn_mask=bias, scale=scale)
+        yield slice(None), *grads
+        return
+    seed = torch.zeros((), dtype=torch.long, device=query.device)
+    lse_BHL = torch.nn.functional.pad(done.lse_BHL, (0, -query.shape[2] % 32), value=float("inf"))
+    for heads in _head_slices(query, key):
+        grads = aten._scaled_dot_product_efficient_attention_backward(
+            dout[:, heads], query[:, heads], key, value, _aligned(bias, heads, query, key),
+            _as_forward_makes_it(done.out_BHLD[:, heads]), lse_BHL[:, heads].contiguous(),
+            seed, seed, 0.0, [True, True, True, False], causal, scale=scale,
+        )  # fmt: skip
+        yield heads, *grads[:3]
 
 
 def _as_forward_makes_it(out_BHLD: Tensor) -> Tensor:
