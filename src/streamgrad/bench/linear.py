@@ -10,23 +10,20 @@ Shapes: T rows of X, M, N, K the widths.
 
 from __future__ import annotations
 
-import json
-import statistics
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-import streamgrad
+from streamgrad.bench.records import RESULTS as RESULTS_FOLDER
+from streamgrad.bench.records import device_name, median_ms, versions
 from streamgrad.core.sums import accumulator_dtype, add_product_, zeros_for_sum
 from streamgrad.profile.live import peak_bytes_of
 
 PARTITIONS = (1, 20, 50, 100, 200, 500)
-RESULTS = Path("benchmarks/results/linear.jsonl")
+RESULTS = RESULTS_FOLDER / "linear.jsonl"
 PAPER_ROWS, PAPER_WIDTH, PAPER_DTYPE = 1_000_000, 16_384, "bfloat16"
 
 # Partitions -> (intermediate memory in GB, seconds), table "linear-example-memory-cost".
@@ -145,17 +142,10 @@ def measure_linear(*, rows: int, width: int, device: torch.device, dtype: torch.
             step_ms=step_ms,
             peak_bytes=peak_bytes,
             error=error,
-            device=_device_name(device),
-            versions={"torch": torch.__version__, "streamgrad": streamgrad.__version__},
+            device=device_name(device),
+            versions=versions(),
             command=f"python -m streamgrad bench linear {options}",
         )
-
-
-def append_records(path: Path, records: list[LinearRecord]) -> None:
-    """One JSON line per record, after what the file already holds."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.writelines(json.dumps(asdict(record)) + "\n" for record in records)
 
 
 def _step_function(x: Tensor, w1: Tensor, w2: Tensor, partitions: int) -> Callable[[], LinearStep]:
@@ -168,27 +158,6 @@ def _measure(step: Callable[[], LinearStep], device: torch.device) -> tuple[floa
     """`(median milliseconds, peak bytes, None)`, or Nones and the reason. The run whose bytes are counted is the warm-up."""
     try:
         peak_bytes = peak_bytes_of(step, device)[1]
-        seconds = [_seconds(step, device) for _ in range(_TIMED_RUNS)]
+        return median_ms(step, device, _TIMED_RUNS), peak_bytes, None
     except torch.OutOfMemoryError:
         return None, None, "out of memory"
-    return 1e3 * statistics.median(seconds), peak_bytes, None
-
-
-def _seconds(step: Callable[[], LinearStep], device: torch.device) -> float:
-    _wait_for(device)
-    start = time.perf_counter()
-    step()
-    _wait_for(device)
-    return time.perf_counter() - start
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    threads = torch.get_num_threads()
-    return f"{device.type}, {threads} thread{'s' if threads > 1 else ''}"

@@ -13,6 +13,8 @@ from rich.table import Table
 
 import streamgrad
 from streamgrad.bench import linear
+from streamgrad.bench import step as step_bench
+from streamgrad.bench.records import RESULTS, append_records
 from streamgrad.cli import demo as demo_command
 
 app = typer.Typer(
@@ -104,11 +106,70 @@ def bench_linear(
     console = Console()
     with console.status("Measuring ..."):
         rows_done = list(records)
-    linear.append_records(out, rows_done)
+    append_records(out, rows_done)
     console.print(_linear_table(rows_done))
     if paper:
         console.print(linear.PAPER_NOTE)
     console.print(f"Records appended to {out}", soft_wrap=True)
+
+
+@bench.command("step")
+def bench_step(
+    model: Annotated[str, typer.Option(help="A preset: a published shape, with random weights.")] = "qwen3-4b",
+    seq: Annotated[str, typer.Option(help="Sequence lengths, separated by commas.")] = "6000,12000,24000,36000",
+    methods: Annotated[str, typer.Option(help=f"Some of {', '.join(step_bench.METHODS)}.")] = "hf,streamgrad",
+    chunk_size: Annotated[int, typer.Option(min=1, help="As for streamgrad.enable.")] = 8192,
+    head_chunk_size: Annotated[int, typer.Option(min=1, help="As for streamgrad.enable.")] = 4096,
+    keep: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "attention",
+    offload: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "none",
+    attention: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "auto",
+    runs: Annotated[int, typer.Option(min=1, help="Timed steps after the warm-up; the median counts.")] = 3,
+    out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = RESULTS / "step.jsonl",
+) -> None:
+    """Time and memory of one forward and backward in bfloat16 on a GPU, method beside method.
+
+    **Examples**
+
+    `python -m streamgrad bench step --model qwen3-4b --seq 6000,12000 --methods hf,liger,streamgrad`
+    """
+    lengths = [int(length) for length in seq.split(",")]
+    config = streamgrad.StreamConfig(
+        chunk_size=chunk_size, head_chunk_size=head_chunk_size, keep=keep, offload=offload, attention=attention
+    )
+    command = f"python -m streamgrad bench step --model {model} --seq {seq} --methods {methods} --chunk-size {chunk_size}"
+    command += f" --head-chunk-size {head_chunk_size} --keep {keep} --offload {offload} --attention {attention} --runs {runs}"
+    records = []
+    console = Console()
+    for record in step_bench.measure_steps(
+        model=model, lengths=lengths, methods=methods.split(","), config=config, runs=runs, command=command
+    ):
+        append_records(out, [record])
+        records.append(record)
+        console.print(f"{record.method} at {record.seq_len:,}: {record.error or f'{record.step_ms:,.0f} ms'}")
+    console.print(_step_table(records))
+    console.print(f"Records appended to {out}", soft_wrap=True)
+
+
+def _step_table(records: list[step_bench.StepRecord]) -> Table:
+    """A row per length and method, with the time relative to the first method's."""
+    table = Table(title=f"{records[0].model}, forward + backward, {records[0].device}", title_justify="left")
+    for name in ("tokens", "method", "step", "peak", "host", "time against " + records[0].method):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    base = {record.seq_len: record.step_ms for record in records if record.method == records[0].method}
+    for record in sorted(records, key=lambda record: record.seq_len):
+        if record.step_ms is None or record.peak_bytes is None:
+            table.add_row(f"{record.seq_len:,}", record.method, record.error, "-", "-", "-")
+            continue
+        reference = base[record.seq_len]
+        table.add_row(
+            f"{record.seq_len:,}",
+            record.method,
+            f"{record.step_ms:,.0f} ms",
+            f"{record.peak_bytes / 1e9:.1f} GB",
+            f"{record.host_bytes / 1e9:.1f} GB",
+            f"{record.step_ms / reference:.2f}x" if reference else "-",
+        )
+    return table
 
 
 def _linear_table(records: list[linear.LinearRecord]) -> Table:

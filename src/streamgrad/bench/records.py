@@ -1,0 +1,60 @@
+"""What all benchmarks share: how a step is timed, what names a machine, and the JSON lines that results are kept in."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import streamgrad
+
+RESULTS = Path("benchmarks/results")
+
+
+def median_ms(step: Callable[[], object], device: torch.device, runs: int) -> float:
+    """Median wall time of `runs` steps, each waited for; the caller warms up."""
+    times_ms = []
+    for _ in range(runs):
+        wait_for(device)
+        start = time.perf_counter()
+        step()
+        wait_for(device)
+        times_ms.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times_ms)
+
+
+def wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{device.type}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """torch, streamgrad and those of `packages` that are installed."""
+    found = {"torch": torch.__version__, "streamgrad": streamgrad.__version__}
+    for package in packages:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def append_records(path: Path, records: Iterable[Any]) -> None:
+    """One JSON line per dataclass in `records`, after what the file already holds."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.writelines(json.dumps(asdict(record)) + "\n" for record in records)
