@@ -152,7 +152,7 @@ def test_host_offload_is_bitwise_equal_and_reuses_its_buffers(keep):
             step(*lengths)
         torch.cuda.synchronize()
         outcomes.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
-        pools.append(model.model._streamgrad.host_store)
+        pools.append(model.model._streamgrad.stream.host_store)
     for name, gradient in outcomes[0].items():
         assert torch.equal(gradient, outcomes[1][name]), name
     pool = pools[1].pool

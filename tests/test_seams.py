@@ -65,7 +65,7 @@ def test_unknown_causal_overlays_are_kept_and_never_taken_for_plain():
 def test_implementation_swap_is_private_to_one_config():
     config = PretrainedConfig()
     config._attn_implementation = "sdpa"
-    with streamed_attention_in(config):
+    with streamed_attention_in([config]):
         assert config._attn_implementation == IMPLEMENTATION
     assert config._attn_implementation == "sdpa"
 

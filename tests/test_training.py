@@ -211,7 +211,7 @@ def test_weights_changed_between_forward_and_backward_are_refused():
     loss = model(**batches.plain(model)).loss
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(2.0)
-    with pytest.raises(RuntimeError, match="modified in place between forward and backward"):
+    with pytest.raises(RuntimeError, match="was modified in place between forward and backward"):
         loss.backward()
 
 

@@ -63,7 +63,7 @@ class CausalMask:
             head = torch.zeros(1, dtype=torch.long, device=device)[None, :, None, None]
             seen = seen & self.rule(batch_B, head, query_L1, key_1S)
         if self.padding_BT is not None:
-            seen = seen & self.padding_BT[:, None, None, first_key:stop]
+            seen = seen & self.padding_BT[:, None, None, first_key:stop].to(device)
         return seen
 
     @cached_property

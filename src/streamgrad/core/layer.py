@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from streamgrad.core.chunk import Attended, Chunk, KeyValueStream, StopAtKeys, spans
+from streamgrad.core.checks import Expectation, buffer_versions
+from streamgrad.core.chunk import Attended, Chunk, KeyValueStream, SeamError, StopAtKeys, spans
 from streamgrad.core.replay import Autocast, RandomTape
 from streamgrad.core.shadows import Shadows, trainable_parameters
 from streamgrad.core.storage import HostStore
@@ -50,7 +51,7 @@ class StreamedCall:
         parameters = trainable_parameters(self.layer)
         if not torch.is_grad_enabled() or not (h_BTE.requires_grad or parameters):
             with torch.no_grad():
-                return _forward(self, h_BTE, RandomTape(h_BTE.device), keep_attention=False)[0]
+                return _forward(self, h_BTE, RandomTape(h_BTE.device), None, keep_attention=False)[0]
         return _StreamedLayer.apply(self, h_BTE, *parameters)
 
     def spans(self, h_BTE: Tensor) -> list[tuple[int, int]]:
@@ -66,9 +67,9 @@ class _StreamedLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: StreamedCall, h_BTE: Tensor, *parameters: Tensor) -> Tensor:
         ctx.call, ctx.parameters = call, parameters
-        ctx.versions = [parameter._version for parameter in parameters]
         ctx.autocast, ctx.tape = Autocast(h_BTE.device.type), RandomTape(h_BTE.device)
-        out_BTE, stream, kept = _forward(call, h_BTE, ctx.tape, keep_attention=call.keep_attention)
+        ctx.expectation = Expectation(call.layer, parameters)
+        out_BTE, stream, kept = _forward(call, h_BTE, ctx.tape, ctx.expectation, keep_attention=call.keep_attention)
         ctx.autocast.forget_casts()
 
         tensors = [h_BTE]
@@ -89,7 +90,8 @@ class _StreamedLayer(torch.autograd.Function):
     def backward(ctx: Any, dout_BTE: Tensor) -> tuple[Tensor | None, ...]:
         call: StreamedCall = ctx.call
         h_BTE, *saved = (tensor.detach() for tensor in (ctx.stored.get() if ctx.stored else ctx.saved_tensors))
-        _check_unchanged(ctx.parameters, ctx.versions)
+        expectation: Expectation = ctx.expectation
+        expectation.check_parameters()
         shadows = Shadows(ctx.parameters)
         with shadows.installed_in(call.layer), ctx.autocast.restored():
             stream, kept = _restore_stream(ctx, h_BTE, saved)
@@ -100,26 +102,36 @@ class _StreamedLayer(torch.autograd.Function):
                 with torch.enable_grad(), ctx.tape.replaying(index):
                     out_BLE = call.run(h_BLE, chunk)
                 chunk.release()
-                torch.autograd.backward(out_BLE, dout_BTE[:, start:stop])
+                expectation.compare(index, out_BLE)
+                if stop == h_BTE.shape[1]:
+                    expectation.check_leaves(out_BLE, [h_BLE, *shadows.tensors])
+                if out_BLE.requires_grad:  # not where a layer's only trainable parameter is one it does not use
+                    torch.autograd.backward(out_BLE, dout_BTE[:, start:stop])
                 if dh_BTE is not None:
                     assert h_BLE.grad is not None
                     dh_BTE[:, start:stop] = h_BLE.grad
+        expectation.check_outcome(h_BTE.dtype)
         return None, dh_BTE, *shadows.gradients()
 
 
 def _forward(
-    call: StreamedCall, h_BTE: Tensor, tape: RandomTape, *, keep_attention: bool
+    call: StreamedCall, h_BTE: Tensor, tape: RandomTape, expectation: Expectation | None, *, keep_attention: bool
 ) -> tuple[Tensor, KeyValueStream, list[Attended | None]]:
     """All chunks in order, without a graph."""
     h_BTE = h_BTE.detach()  # or chunks would claim to need a gradient, and hooks on submodules would believe them
     stream = KeyValueStream(h_BTE.shape[1])
     kept: list[Attended | None] = []
     out_BTE: Tensor | None = None
+    buffers = buffer_versions(call.layer)
     for index, (start, stop) in enumerate(call.spans(h_BTE)):
         chunk = call.chunk((start, stop), stream, keep_attention=keep_attention)
         with tape.recording(index):
             out_BLE = call.run(h_BTE[:, start:stop], chunk)
         chunk.check_finished()
+        if buffer_versions(call.layer) != buffers:
+            raise SeamError("its layers change a buffer in forward, which would happen once a chunk and again in backward")
+        if expectation is not None:
+            expectation.note(out_BLE)
         kept.append(chunk.kept)
         if out_BTE is None:
             # Not empty_like(h): under autocast a layer's output may have another dtype than its input.
@@ -142,14 +154,3 @@ def _restore_stream(ctx: Any, h_BTE: Tensor, saved: list[Tensor]) -> tuple[KeyVa
         with torch.no_grad(), ctx.tape.replaying(index), contextlib.suppress(StopAtKeys):
             call.run(h_BTE[:, start:stop], call.chunk((start, stop), stream, stop_at_keys=True))
     return stream, [None] * len(call.spans(h_BTE))
-
-
-def _check_unchanged(parameters: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """The check that autograd makes for tensors it saved; parameters are read through the module, so it is made here."""
-    for parameter, version in zip(parameters, versions, strict=True):
-        if parameter._version != version:
-            raise RuntimeError(
-                f"a parameter of shape {tuple(parameter.shape)} was modified in place between forward and backward "
-                f"(version {version} then, {parameter._version} now), so its gradient would be wrong. "
-                "Call backward before optimizer.step() or any other in-place update."
-            )

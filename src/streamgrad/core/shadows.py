@@ -49,7 +49,7 @@ class Shadow(Tensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if function is F.linear and len(args) > 1 and isinstance(args[1], Shadow):
+            if function is F.linear and len(args) > 1 and isinstance(args[1], Shadow) and args[1].dim() == 2:
                 return _linear(*args, **(kwargs or {}))
             return function(*args, **(kwargs or {}))
 
@@ -87,6 +87,11 @@ class Shadows:
                     if parameter is not None and id(parameter) in shadow_of:
                         swapped.append((submodule._parameters, name, parameter))
                         submodule._parameters[name] = shadow_of[id(parameter)]  # type: ignore[assignment]
+            if len({id(parameter) for _, _, parameter in swapped}) != len(shadow_of):
+                raise RuntimeError(
+                    "parameters of a layer were replaced between forward and backward (by load_state_dict(assign=True), "
+                    "functional_call or assignment), so their gradients would be lost. Call backward first."
+                )
             yield
         finally:
             for entries, name, parameter in swapped:

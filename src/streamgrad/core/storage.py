@@ -63,6 +63,10 @@ class HostStore:
         self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
         self._latest: weakref.ref[StoredOnHost] | None = None
 
+    def __reduce__(self) -> tuple:
+        """A copied or unpickled model gets host buffers of its own."""
+        return HostStore, ()
+
     def put(self, tensors: Sequence[Tensor]) -> StoredOnHost:
         """Start copying `tensors` out. The layer below is remembered, to be brought back while this one runs backward."""
         stored = StoredOnHost(self, tensors, None if self._latest is None else self._latest())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,8 @@ IMPLEMENTATION = "streamgrad"
 _CARRIED_BY_THE_MASK = {"sliding_window", "is_causal", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 _NOT_ABOUT_ATTENTION = {
     "position_ids", "position_embeddings", "cache_position", "use_cache", "output_hidden_states", "return_dict",
-    "num_items_in_batch", "logits_to_keep", "past_key_values", "layer_past", "seq_idx", "output_router_logits",
+    "num_items_in_batch", "ignore_index", "shift_labels",
+    "logits_to_keep", "past_key_values", "layer_past", "seq_idx", "output_router_logits",
 }  # fmt: skip
 
 
@@ -62,12 +63,14 @@ AttentionMaskInterface.register(IMPLEMENTATION, stream_mask)
 
 
 @contextmanager
-def streamed_attention_in(config: PretrainedConfig) -> Iterator[None]:
-    """Within the block, attention modules and mask functions that read `config` take the streamed implementation."""
+def streamed_attention_in(configs: Sequence[PretrainedConfig]) -> Iterator[None]:
+    """Within the block, attention modules and mask functions that read one of `configs` take the streamed implementation."""
     # The internal name: the public setter also writes into sub-configs, which may belong to other towers.
-    previous = config._attn_implementation_internal
-    config._attn_implementation_internal = IMPLEMENTATION
+    previous = [config._attn_implementation_internal for config in configs]
+    for config in configs:
+        config._attn_implementation_internal = IMPLEMENTATION
     try:
         yield
     finally:
-        config._attn_implementation_internal = previous
+        for config, implementation in zip(configs, previous, strict=True):
+            config._attn_implementation_internal = implementation

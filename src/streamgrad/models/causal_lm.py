@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from streamgrad.attention.masks import rows_without_keys
 from streamgrad.config import StreamConfig
-from streamgrad.core.chunk import SeamError
+from streamgrad.core.chunk import SeamError, UnknownSeamAttribute
 from streamgrad.head.cross_entropy import mean_of, summed_cross_entropy
 from streamgrad.head.logits import LogitMap
 from streamgrad.head.module import summed_module_cross_entropy
@@ -36,7 +36,6 @@ class HeadStream:
 
     config: StreamConfig
     logit_map: LogitMap
-    stock_forward: Callable[..., Any] | None
 
 
 class LogitsPlaceholder:
@@ -65,6 +64,9 @@ class LogitsPlaceholder:
     def float(self) -> LogitsPlaceholder:
         return self
 
+    def __getattr__(self, name: str) -> Any:
+        raise UnknownSeamAttribute(f"its forward, or a hook, reads {name!r} of logits that are never made while streaming")
+
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if function is torch.tanh and isinstance(args[0], cls):
@@ -83,6 +85,13 @@ class _AnyOutput(BaseModelOutputWithPast):
 
 class _Stub(nn.Module):
     """A child module that returns a fixed value, for tracing a forward without running anything."""
+
+    @property
+    def weight(self) -> Tensor:
+        raise SeamError(
+            "its forward computes the loss from lm_head.weight itself, as Liger's fused linear cross entropy does; "
+            "apply Liger with fused_linear_cross_entropy=False"
+        )
 
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -125,15 +134,13 @@ def traced_logit_map(model: PreTrainedModel, decoder: nn.Module, head: nn.Module
     return recorded[0].logit_map
 
 
-def causal_lm_forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream, *args: Any, **kwargs: Any) -> Any:
     """Installed as the model's forward by `enable`."""
-    stream: HeadStream = model._streamgrad_head
-    stock = stream.stock_forward or type(model).forward.__get__(model)
     arguments = named_arguments(stock, args, kwargs)
-    if arguments.get("labels") is None and arguments.get("shift_labels") is None:
+    if arguments.get("labels") is None or not torch.is_grad_enabled():
         return stock(*args, **kwargs)
     _check_labels(model, arguments)
-    if not torch.is_grad_enabled() or not _has_stock_loss(model):
+    if not _has_stock_loss(model):
         return stock(*args, **kwargs)
 
     job = _HeadJob(model.get_output_embeddings(), stream, arguments)
@@ -219,15 +226,16 @@ def _check_labels(model: Any, arguments: dict[str, Any]) -> None:
             f"labels have shape {tuple(labels.shape)} but the input {tuple(tokens.shape[:2])}: there must be one label per "
             "token. Pass labels of the input's shape, -100 where nothing is to be predicted; they are shifted inside the model."
         )
-    mask = arguments.get("attention_mask")
-    if not isinstance(mask, Tensor) or shifted is not None:
+    mask, ignore_index = arguments.get("attention_mask"), arguments.get("ignore_index", -100)
+    if not isinstance(mask, Tensor):
         return
-    predicts_BT = nn.functional.pad(labels[:, 1:] != arguments.get("ignore_index", -100), (0, 1))
+    predicts_BT = nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index) if shifted is None else shifted
+    predicts_BT = predicts_BT != ignore_index
     bad = (predicts_BT & rows_without_keys(mask, sliding_window(model.config)).to(predicts_BT.device)).nonzero()
     if len(bad):
         row, token = bad[0].tolist()
         raise ValueError(
-            f"labels[{row}, {token + 1}] = {int(labels[row, token + 1])} would be predicted from token {token}, from which the "
+            f"labels[{row}, {token + 1}] would be predicted from token {token}, from which the "
             f"attention mask hides every key, so that the prediction is noise. Set labels[{row}, {token + 1}] to -100 (with left "
             "padding: the first real token of each row), or pad on the right."
         )

@@ -1,12 +1,11 @@
 """The decoder's forward while streaming: its own code, with every layer call replaced by a streamed one.
 
 Layers are replaced for the duration of one call only. So whatever else patches, wraps or checkpoints them between calls is seen
-as it stands, and a model between calls is the stock model but for two instance attributes (see api.py).
+as it stands, and a model between calls is the stock model but for the attributes that api.py names.
 """
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,6 +25,7 @@ from streamgrad.models.arguments import LayerArguments
 from streamgrad.models.attention import streamed_attention_in
 from streamgrad.models.forwards import named_arguments, own_forward, temporary_attribute
 from streamgrad.models.masks import layer_mask, with_documents
+from streamgrad.models.support import decoder_layers, layer_refusals
 
 
 @dataclass
@@ -33,8 +33,6 @@ class DecoderStream:
     """What `enable` leaves on the decoder."""
 
     config: StreamConfig
-    layers: list[nn.Module]
-    stock_forward: Callable[..., Any] | None
     backends: list[Backend] = field(init=False)
     host_store: HostStore | None = field(init=False)
 
@@ -42,22 +40,16 @@ class DecoderStream:
         self.backends = backends_named(self.config.attention)
         self.host_store = HostStore() if self.config.offload == "host" else None
 
-    def __deepcopy__(self, memo: dict) -> DecoderStream:
-        """A copied model gets kernels and host buffers of its own."""
-        return DecoderStream(self.config, copy.deepcopy(self.layers, memo), copy.deepcopy(self.stock_forward, memo))
 
-
-def decoder_forward(decoder: Any, *args: Any, **kwargs: Any) -> Any:
+def decoder_forward(decoder: Any, stock: Callable[..., Any], stream: DecoderStream, *args: Any, **kwargs: Any) -> Any:
     """Installed as the decoder's forward by `enable`."""
-    stream: DecoderStream = decoder._streamgrad
-    stock = stream.stock_forward or type(decoder).forward.__get__(decoder)
     arguments = named_arguments(stock, args, kwargs)
     if not _should_stream(decoder, stream, arguments):
         return stock(*args, **kwargs)
     _refuse_what_needs_whole_layers(decoder, arguments)
     _drop_cache(arguments)
     try:
-        with streamed_attention_in(decoder.config), _streamed_layers(decoder, stream):
+        with _streamed_layers(decoder, stream):
             return stock(**arguments)
     except SeamError as error:
         raise ValueError(
@@ -75,7 +67,10 @@ def _should_stream(decoder: Any, stream: DecoderStream, arguments: dict[str, Any
     use_cache = arguments.get("use_cache")
     fills_cache = getattr(decoder.config, "use_cache", False) if use_cache is None else use_cache
     has_cache = arguments.get("past_key_values") is not None
-    return not fills_cache and not has_cache and tokens is not None and tokens.shape[1] > stream.config.chunk_size
+    wants_weights = arguments.get("output_attentions") or getattr(decoder.config, "output_attentions", False)
+    if fills_cache or has_cache or wants_weights:
+        return False
+    return tokens is not None and tokens.shape[1] > stream.config.chunk_size
 
 
 def _refuse_what_needs_whole_layers(decoder: Any, arguments: dict[str, Any]) -> None:
@@ -108,10 +103,15 @@ def _drop_cache(arguments: dict[str, Any]) -> None:
 
 @contextmanager
 def _streamed_layers(decoder: Any, stream: DecoderStream) -> Iterator[None]:
+    layers = decoder_layers(decoder)
+    for reason in layer_refusals(layers):
+        raise SeamError(reason)
     masks: dict[int, CausalMask | DenseMask] = {}
+    configs = _attention_configs(decoder, layers)
     with ExitStack() as restore:
-        for layer in stream.layers:
-            replacement = _streamed_forward(layer, own_forward(layer), decoder.config, stream, masks)
+        restore.enter_context(streamed_attention_in(configs))
+        for layer in layers:
+            replacement = _streamed_forward(layer, own_forward(layer), configs, stream, masks)
             restore.enter_context(temporary_attribute(layer, "forward", replacement))
             if getattr(layer, "gradient_checkpointing", False):
                 # A streamed layer already recomputes itself; checkpointing around it would run it a third time.
@@ -119,10 +119,17 @@ def _streamed_layers(decoder: Any, stream: DecoderStream) -> Iterator[None]:
         yield
 
 
+def _attention_configs(decoder: Any, layers: list[nn.Module]) -> list[Any]:
+    """The configurations that say which attention is used: the decoder's, and copies that replicated layers may hold."""
+    holders = [decoder, *(module for layer in layers for module in layer.modules())]
+    configs = [vars(holder).get("config") for holder in holders]
+    return list({id(config): config for config in configs if hasattr(config, "_attn_implementation_internal")}.values())
+
+
 def _streamed_forward(
     layer: nn.Module,
     forward: Callable[..., Any],
-    hf_config: Any,
+    configs: list[Any],
     stream: DecoderStream,
     masks: dict[int, CausalMask | DenseMask],
 ) -> Callable[..., Tensor | tuple[Tensor]]:
@@ -135,7 +142,7 @@ def _streamed_forward(
             masks[key] = _mask_of(arguments, h_BTE.shape[1], stream.config.chunk_size)
 
         def run(h_BLE: Tensor, chunk: Chunk) -> Tensor:
-            with streamed_attention_in(hf_config):
+            with streamed_attention_in(configs):
                 return arguments.run(h_BLE, chunk)
 
         call = StreamedCall(

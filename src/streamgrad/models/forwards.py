@@ -1,4 +1,4 @@
-"""Reading a module's forward as it stands, and replacing attributes of a module for the time of one call."""
+"""Putting another forward on a module, for good or for the time of one call, and reading the one that stands."""
 
 from __future__ import annotations
 
@@ -8,9 +8,56 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 _ABSENT = object()
+
+
+class InstalledForward:
+    """What stands as the `forward` of an enabled module: `function(module, stock, stream, ...)`.
+
+    It has the stock forward's signature, which Trainer and `generate` read. The module is held, not closed over, so that copying
+    and pickling rebind it. Once removed it passes everything on to stock, for whoever has wrapped it in the meantime.
+    """
+
+    def __init__(self, module: nn.Module, function: Callable[..., Any], stream: Any) -> None:
+        self.module, self.function, self.stream = module, function, stream
+        self._replaced: Callable[..., Any] | None = None
+
+    @classmethod
+    def on(cls, module: nn.Module) -> InstalledForward | None:
+        return module.__dict__.get("_streamgrad")
+
+    def install(self) -> None:
+        previous = self.on(self.module)
+        if previous is not None:
+            previous.remove()
+        self._replaced = self.module.__dict__.get("forward")
+        # Straight into __dict__: these are settings of this instance, not submodules.
+        self.module.__dict__["forward"] = self.module.__dict__["_streamgrad"] = self
+
+    def remove(self) -> None:
+        self.stream = None
+        self.module.__dict__.pop("_streamgrad", None)
+        if self.module.__dict__.get("forward") is self:
+            del self.module.__dict__["forward"]
+            if self._replaced is not None:
+                self.module.__dict__["forward"] = self._replaced
+
+    @property
+    def stock(self) -> Callable[..., Any]:
+        return self._replaced or types.MethodType(type(self.module).forward, self.module)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.stock)
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.stream is None:
+            return self.stock(*args, **kwargs)
+        return self.function(self.module, self.stock, self.stream, *args, **kwargs)
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:

@@ -85,6 +85,8 @@ def layer_mask(attention_mask: object, length: int, *, chunk_size: int) -> Causa
                 f"the 4-D attention mask has shape {tuple(attention_mask.shape)} for a sequence of {length} tokens. "
                 f"Pass (batch, 1, {length}, {length})."
             )
+        if attention_mask.requires_grad:
+            raise SeamError("its attention mask needs a gradient, which a streamed layer would not give it")
         mask = DenseMask(attention_mask)
         ahead = mask.first_look_ahead(chunk_size)
         if ahead is not None:

@@ -7,7 +7,6 @@ that cannot be cut) raises `SeamError` there, so nothing is ever run wrongly.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -18,15 +17,8 @@ from streamgrad.models.forwards import own_forward
 
 # Rotary embeddings whose frequencies follow the longest position they are shown: a chunk would show them its own.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_TOKEN_MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.modules.batchnorm._BatchNorm)
 _STREAMABLE_LAYER_TYPES = {"full_attention", "sliding_attention"}
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The module whose forward runs the decoder layers, and those layers."""
-
-    decoder: PreTrainedModel
-    layers: list[nn.Module]
 
 
 def unwrap(model: Any) -> PreTrainedModel:
@@ -49,25 +41,45 @@ def unwrap(model: Any) -> PreTrainedModel:
     return inner
 
 
-def find_parts(model: PreTrainedModel) -> Parts:
+def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """The module whose forward runs the decoder layers, after checking that these can be streamed."""
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} cannot be streamed: it is an encoder-decoder. Pass a decoder-only causal language model.")
     decoder = model.get_decoder()
-    layers = _decoder_layers(decoder, getattr(config, "num_hidden_layers", None))
+    layers = decoder_layers(decoder)
     if not layers:
         raise ValueError(
             f"{name} cannot be streamed: {type(decoder).__name__}, which get_decoder() returns, has no list of decoder layers."
         )
     for reason in _refusals(decoder, layers, config):
         raise ValueError(f"{name} cannot be streamed: {reason}.")
-    return Parts(decoder, layers)
+    return decoder
 
 
-def _decoder_layers(decoder: nn.Module, count: int | None) -> list[nn.Module]:
+def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
+    """The layers as they stand now, each once: adapters replicate layers and users remove some."""
+    config = getattr(decoder, "config", None)
+    count = getattr(config, "num_hidden_layers", None)
     lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList) and len(child)]
     exact = [child for child in lists if len(child) == count]
-    return list((exact or lists or [nn.ModuleList()])[0])
+    return list(dict.fromkeys((exact or lists or [nn.ModuleList()])[0]))
+
+
+def layer_refusals(layers: list[nn.Module]) -> Iterator[str]:
+    """What in a layer mixes tokens outside of attention, or depends on a whole sequence where it would be shown a chunk."""
+    for layer in layers:
+        for path, module in layer.named_modules():
+            place = f"{type(layer).__name__}.{path}"
+            if isinstance(module, _TOKEN_MIXERS):
+                yield f"{place} is a {type(module).__name__}, which mixes tokens outside of attention"
+            if getattr(module, "rope_type", None) in _LENGTH_DEPENDENT_ROPE:
+                yield f"{place} is inside the layer and depends on the sequence length ({module.rope_type} rotary embedding)"
+            variants = getattr(module, "lora_variant", None)
+            if isinstance(variants, dict) and any("ALora" in getattr(v, "__name__", str(v)) for v in variants.values()):
+                yield f"{place} is an activated LoRA (aLoRA), whose offsets count from the end of the whole sequence"
+            if any(kind.__name__ == "LilyLayer" for kind in type(module).__mro__):
+                yield f"{place} is a Lily adapter, whose router averages over all tokens"
 
 
 def _refusals(decoder: Any, layers: list[nn.Module], config: Any) -> Iterator[str]:
@@ -75,13 +87,7 @@ def _refusals(decoder: Any, layers: list[nn.Module], config: Any) -> Iterator[st
     kinds = set(getattr(config, "layer_types", None) or ()) - _STREAMABLE_LAYER_TYPES
     if kinds:
         yield f"it has layers of type {', '.join(sorted(kinds))}, and only full and sliding-window attention is streamed"
-    for layer in layers:
-        for path, module in layer.named_modules():
-            place = f"{type(layer).__name__}.{path}"
-            if isinstance(module, nn.Conv1d | nn.Conv2d | nn.RNNBase):
-                yield f"{place} is a {type(module).__name__}, which mixes tokens outside of attention"
-            if getattr(module, "rope_type", None) in _LENGTH_DEPENDENT_ROPE:
-                yield f"{place} is inside the layer and depends on the sequence length ({module.rope_type} rotary embedding)"
+    yield from layer_refusals(layers)
     if not isinstance(decoder, PreTrainedModel) or not getattr(decoder, "_supports_attention_backend", False):
         yield "its attention does not go through transformers' AttentionInterface"
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
