@@ -122,7 +122,8 @@ def rows_without_keys(attention_mask: Tensor, window: int | None) -> Tensor:
         if window is not None and window < seen_BT.shape[1]:
             seen_BT = seen_BT - torch.nn.functional.pad(seen_BT, (window, 0))[:, :-window]
         return seen_BT == 0
-    return torch.stack([~is_visible(row_BHT).any(dim=(1, 2)) for row_BHT in attention_mask.unbind(dim=2)], dim=1)
+    blocks = attention_mask.split(1024, dim=2)  # not all rows at once: their visibility is a copy of the mask
+    return torch.cat([~is_visible(rows_BHLT).any(dim=(1, 3)) for rows_BHLT in blocks], dim=1)
 
 
 Mask = CausalMask | DenseMask
