@@ -153,8 +153,9 @@ def test_a_4d_mask_of_another_length(model):
 
 def test_a_2d_mask_of_another_length(model):
     streamgrad.enable(model)
+    ids = tokens(2, 23)
     with pytest.raises(ValueError, match="23 queries see 30 keys"):
-        model(input_ids=tokens(2, 23), attention_mask=torch.ones(2, 30, dtype=torch.long))
+        model(input_ids=ids, labels=ids, attention_mask=torch.ones(2, 30, dtype=torch.long))
 
 
 def test_boundaries_that_do_not_fit_the_sequence(model):

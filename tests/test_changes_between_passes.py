@@ -138,6 +138,16 @@ def test_a_batch_norm_in_a_layer_is_refused():
         streamgrad.enable(model)
 
 
+def test_adapters_that_look_at_the_whole_sequence_are_refused_whenever_they_are_attached():
+    """Activated LoRA counts its offsets from the end of the sequence."""
+    options = {"targets": ["q_proj"], "alora_invocation_tokens": [5, 6], "task_type": "CAUSAL_LM"}
+    with pytest.raises(ValueError, match="activated LoRA"):
+        streamgrad.enable(with_lora(tiny_model("llama"), **options))
+    late = with_lora(streamgrad.enable(tiny_model("llama"), **OPTIONS), **options)
+    with pytest.raises(ValueError, match="activated LoRA"):
+        late(**batches.plain(None))
+
+
 def test_a_layer_whose_only_trainable_parameter_is_unused():
     model = tiny_model("llama").requires_grad_(False)
     model.model.layers[0].spare = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))

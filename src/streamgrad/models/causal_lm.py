@@ -227,8 +227,8 @@ def _check_labels(model: Any, arguments: dict[str, Any]) -> None:
             "token. Pass labels of the input's shape, -100 where nothing is to be predicted; they are shifted inside the model."
         )
     mask, ignore_index = arguments.get("attention_mask"), arguments.get("ignore_index", -100)
-    if not isinstance(mask, Tensor):
-        return
+    if not isinstance(mask, Tensor) or mask.shape[-1] != tokens.shape[1]:
+        return  # a mask of another length is refused where it is used
     predicts_BT = nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index) if shifted is None else shifted
     predicts_BT = predicts_BT != ignore_index
     bad = (predicts_BT & rows_without_keys(mask, sliding_window(model.config)).to(predicts_BT.device)).nonzero()
