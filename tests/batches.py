@@ -60,12 +60,14 @@ def packed(model) -> dict:
 
 
 def packed_flat(model) -> dict:
-    """What DataCollatorWithFlattening makes with return_flash_attn_kwargs: one row, and the boundaries as well."""
+    """What DataCollatorWithFlattening makes with return_flash_attn_kwargs and return_seq_idx: one row, and the boundaries."""
     ids, positions = tokens(1, LENGTH), _restarting([9, 1, 13]).unsqueeze(0)
     ends = torch.tensor([0, 9, 10, 23], dtype=torch.int32)
+    documents = torch.tensor([0] * 9 + [1] + [2] * 13, dtype=torch.int32).unsqueeze(0)
     return {
         "input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100),
         "use_cache": False, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 13, "max_length_k": 13,
+        "seq_idx": documents,
     }  # fmt: skip
 
 

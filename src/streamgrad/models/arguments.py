@@ -15,7 +15,7 @@ from streamgrad.core.chunk import Chunk, SeamError
 CACHE_NAMES = ("past_key_values", "layer_past", "past_key_value")
 
 # The axis of each per-token argument that runs over the sequence.
-_TOKEN_AXIS = {"position_ids": -1, "position_embeddings": -2, "cache_position": 0}
+_TOKEN_AXIS = {"position_ids": -1, "position_embeddings": -2, "cache_position": 0, "seq_idx": -1}
 # Arguments about the batch as a whole.
 _WHOLE = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch", "ignore_index", "shift_labels"}
 

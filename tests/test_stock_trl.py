@@ -1,0 +1,107 @@
+"""TRL's own trainers, unchanged, given a model that was enabled: the same losses, metrics and gradient norms as without."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+import streamgrad
+from tiny import VOCABULARY, tiny_model
+
+# Raised inside TRL, transformers and torch's data loader on a machine without an accelerator; none is about the model.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+
+OPTIONS = {"chunk_size": 7, "head_chunk_size": 5}
+TIMES = ("runtime", "per_second", "num_tokens", "epoch", "step", "total_flos")
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t1"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", unk_token="t1", bos_token="t1", eos_token="t2")
+
+
+def sentences(count: int, shortest: int) -> list[str]:
+    draw = random.Random(shortest)
+    return [" ".join(f"t{draw.randint(3, VOCABULARY - 1)}" for _ in range(shortest + i)) for i in range(count)]
+
+
+def settings(kind: type, tmp_path, **options):
+    return kind(
+        output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1,
+        report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, bf16=False, seed=1, **options,
+    )  # fmt: skip
+
+
+def lora() -> LoraConfig:
+    return LoraConfig(r=3, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+
+
+def history(trainer) -> list[dict[str, float]]:
+    """Everything that was logged, but for times and counters."""
+    trainer.train()
+    return [
+        {name: value for name, value in entry.items() if not any(part in name for part in TIMES)}
+        for entry in trainer.state.log_history
+        if "loss" in entry
+    ]
+
+
+def assert_same_history(actual: list[dict], expected: list[dict]) -> None:
+    assert len(actual) == len(expected) == 3
+    assert {"loss", "grad_norm"} <= expected[0].keys()
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-5, abs=2e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"loss_type": "nll"}, {"packing": True, "max_length": 16}], ids=str)
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_sft(tmp_path, method, options):
+    histories = []
+    for streamed in (False, True):
+        model = tiny_model("qwen3", dtype=torch.float32)
+        if streamed:
+            streamgrad.enable(model, **OPTIONS)
+        torch.manual_seed(0)
+        trainer = SFTTrainer(
+            model=model,
+            args=settings(SFTConfig, tmp_path, **options),
+            train_dataset=Dataset.from_dict({"text": sentences(8, 12)}),
+            processing_class=tokenizer(),
+            peft_config=lora() if method == "lora" else None,
+        )
+        histories.append(history(trainer))
+    assert_same_history(histories[1], histories[0])
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_dpo(tmp_path, method):
+    """Pairs of different lengths; the reference is a model of its own, or the policy without its adapters."""
+    pairs = {"prompt": sentences(8, 5), "chosen": sentences(8, 6), "rejected": sentences(8, 9)}
+    histories = []
+    for streamed in (False, True):
+        model = tiny_model("qwen3", dtype=torch.float32)
+        reference = tiny_model("qwen3", dtype=torch.float32, seed=3) if method == "full" else None
+        if streamed:
+            streamgrad.enable(model, **OPTIONS)
+            if reference is not None:
+                streamgrad.enable(reference, **OPTIONS)
+        torch.manual_seed(0)
+        trainer = DPOTrainer(
+            model=model,
+            ref_model=reference,
+            args=settings(DPOConfig, tmp_path),
+            train_dataset=Dataset.from_dict(pairs),
+            processing_class=tokenizer(),
+            peft_config=lora() if method == "lora" else None,
+        )
+        histories.append(history(trainer))
+    assert "rewards/margins" in histories[0][0]
+    assert_same_history(histories[1], histories[0])
