@@ -10,7 +10,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import streamgrad
 from tiny import VOCABULARY, tiny_model
@@ -104,4 +104,31 @@ def test_dpo(tmp_path, method):
         )
         histories.append(history(trainer))
     assert "rewards/margins" in histories[0][0]
+    assert_same_history(histories[1], histories[0])
+
+
+def _reward(completions, **_) -> list[float]:
+    return [completion.count("t7") + 0.1 * len(completion) for completion in completions]
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_grpo(tmp_path, method):
+    """Generation under the same seed, old log-probabilities and two updates from each batch of completions."""
+    options = {"num_generations": 4, "max_completion_length": 10, "num_iterations": 2, "beta": 0.0}
+    histories = []
+    for streamed in (False, True):
+        model = tiny_model("qwen3", dtype=torch.float32)
+        if streamed:
+            streamgrad.enable(model, **OPTIONS)
+        torch.manual_seed(0)
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=_reward,
+            args=settings(GRPOConfig, tmp_path, **options),
+            train_dataset=Dataset.from_dict({"prompt": sentences(8, 5)}),
+            processing_class=tokenizer(),
+            peft_config=lora() if method == "lora" else None,
+        )
+        histories.append(history(trainer))
+    assert "reward" in histories[0][0]
     assert_same_history(histories[1], histories[0])
