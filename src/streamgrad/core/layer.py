@@ -51,8 +51,12 @@ class StreamedCall:
         parameters = trainable_parameters(self.layer)
         if not torch.is_grad_enabled() or not (h_BTE.requires_grad or parameters):
             with torch.no_grad():
-                return _forward(self, h_BTE, RandomTape(h_BTE.device), None, keep_attention=False)[0]
+                return _forward(self, h_BTE, self.random_tape(h_BTE), None, keep_attention=False)[0]
         return _StreamedLayer.apply(self, h_BTE, *parameters)
+
+    def random_tape(self, h_BTE: Tensor) -> RandomTape:
+        """Of the input's device and the layer's: a model spread over devices moves the input inside the layer's forward."""
+        return RandomTape([h_BTE.device, *(parameter.device for parameter in self.layer.parameters())])
 
     def spans(self, h_BTE: Tensor) -> list[tuple[int, int]]:
         return spans(h_BTE.shape[1], self.chunk_size)
@@ -67,7 +71,7 @@ class _StreamedLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: StreamedCall, h_BTE: Tensor, *parameters: Tensor) -> Tensor:
         ctx.call, ctx.parameters = call, parameters
-        ctx.autocast, ctx.tape = Autocast(h_BTE.device.type), RandomTape(h_BTE.device)
+        ctx.autocast, ctx.tape = Autocast(h_BTE.device.type), call.random_tape(h_BTE)
         ctx.expectation = Expectation(call.layer, parameters)
         out_BTE, stream, kept = _forward(call, h_BTE, ctx.tape, ctx.expectation, keep_attention=call.keep_attention)
         ctx.autocast.forget_casts()

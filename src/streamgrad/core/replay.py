@@ -6,7 +6,7 @@ a chunk to be the computation whose output went into the loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -45,8 +45,8 @@ def as_autocast(tensor: Tensor) -> Tensor:
 class RandomTape:
     """The generator state before each chunk that drew random numbers; chunks that drew none cost nothing."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._cuda_devices = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
         self._states: dict[int, tuple[Tensor, ...]] = {}
 
     @contextmanager
@@ -70,11 +70,9 @@ class RandomTape:
             self._set_state(resume)
 
     def _state(self) -> tuple[Tensor, ...]:
-        if self.device.type == "cuda":
-            return torch.get_rng_state(), torch.cuda.get_rng_state(self.device)
-        return (torch.get_rng_state(),)
+        return torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._cuda_devices)
 
     def _set_state(self, state: tuple[Tensor, ...]) -> None:
         torch.set_rng_state(state[0])
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(state[1], self.device)
+        for device, device_state in zip(self._cuda_devices, state[1:], strict=True):
+            torch.cuda.set_rng_state(device_state, device)
