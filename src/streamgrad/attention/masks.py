@@ -124,6 +124,3 @@ def rows_without_keys(attention_mask: Tensor, window: int | None) -> Tensor:
         return seen_BT == 0
     blocks = attention_mask.split(1024, dim=2)  # not all rows at once: their visibility is a copy of the mask
     return torch.cat([~is_visible(rows_BHLT).any(dim=(1, 3)) for rows_BHLT in blocks], dim=1)
-
-
-Mask = CausalMask | DenseMask

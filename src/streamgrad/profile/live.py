@@ -58,11 +58,6 @@ class LiveBytes(TorchDispatchMode):
         self.live_bytes -= size
 
 
-def live_bytes_of(tensors: list[Tensor]) -> int:
-    """Bytes of the distinct storages behind `tensors`."""
-    return sum({tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}.values())
-
-
 def peak_bytes_of(function: Any, device: torch.device) -> tuple[Any, int]:
     """`(function(), peak bytes it held above what was there before)`, by the allocator on CUDA and by counting elsewhere."""
     if device.type == "cuda":
