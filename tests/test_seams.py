@@ -10,6 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import streamgrad
+from gradients import assert_same_step, no_float32, run_step
 from streamgrad.core.chunk import Chunk, KeyValueStream, SeamError
 from streamgrad.models.attention import IMPLEMENTATION, stream_attention_forward, streamed_attention_in
 from streamgrad.models.masks import stream_mask
@@ -60,6 +61,34 @@ def test_unknown_causal_overlays_are_kept_and_never_taken_for_plain():
     assert mask.has_other_rule
     assert not mask.is_plain(0, 6)
     assert not mask.visible(2, 6, 0, torch.device("cpu"))[..., 1::2].any()
+
+
+def test_a_rule_may_treat_the_rows_of_a_batch_differently():
+    """Overlays get the batch index; every row must be asked, not the first for all."""
+    first_seen = torch.tensor([0, 3])
+    overlay = masking_utils.and_masks(masking_utils.causal_mask_function, lambda b, h, q, k: k >= first_seen[b])
+    mask = stream_mask(2, 6, 6, mask_function=overlay)
+    dense = masking_utils.sdpa_mask(2, 6, 6, mask_function=overlay, allow_is_causal_skip=False)
+    assert torch.equal(mask.visible(2, 6, 0, torch.device("cpu")), dense[:, :, 2:])
+    assert not torch.equal(dense[0], dense[1])
+
+
+def test_masks_made_anew_for_each_layer_are_not_mixed_up():
+    """Masks are remembered by identity within a call, also when a model drops each one before it makes the next."""
+    model, other = tiny_model("llama", num_hidden_layers=4), tiny_model("llama", num_hidden_layers=4)
+    for patched in (model, other):
+        for index, layer in enumerate(patched.model.layers):
+            hidden = torch.ones(9, 9, dtype=torch.bool).tril()[None, None].clone()
+            hidden[..., 5:, index] = False
+
+            def with_own_mask(module, args, kwargs, visible=hidden):
+                return args, kwargs | {"attention_mask": visible.clone()}
+
+            layer.register_forward_pre_hook(with_own_mask, with_kwargs=True)
+    streamgrad.enable(model, chunk_size=4)
+    batch = {"input_ids": tokens(1, 9), "labels": tokens(1, 9)}
+    with no_float32():
+        assert_same_step(run_step(model, batch), run_step(other, batch), 1e-10)
 
 
 def test_implementation_swap_is_private_to_one_config():

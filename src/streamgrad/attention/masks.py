@@ -26,6 +26,7 @@ class CausalMask:
         window: the rule hides every key with `k <= q - window`; lets a chunk skip those keys altogether.
         documents_BT: the rule hides keys of other documents; ids must not decrease along T.
         has_other_rule: the rule does more than `window` and `documents_BT` say.
+        batch: rows of the batch that the rule is asked about; it may treat them differently.
     """
 
     rule: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
@@ -33,6 +34,7 @@ class CausalMask:
     window: int | None = None
     documents_BT: Tensor | None = None
     has_other_rule: bool = False
+    batch: int = 1
 
     def is_plain(self, first_key: int, stop: int) -> bool:
         """Whether causality alone decides within `[first_key, stop)`, so that no mask need be built."""
@@ -55,11 +57,8 @@ class CausalMask:
         query_L1 = torch.arange(start, stop, device=device)[None, None, :, None]
         key_1S = torch.arange(first_key, stop, device=device)[None, None, None, :]
         seen = key_1S <= query_L1
-        batch = 1
-        for per_token in (self.padding_BT, self.documents_BT):
-            batch = max(batch, 1 if per_token is None else per_token.shape[0])
-        batch_B = torch.arange(batch, device=device)[:, None, None, None]
         if self.rule is not None:
+            batch_B = torch.arange(self.batch, device=device)[:, None, None, None]
             head = torch.zeros(1, dtype=torch.long, device=device)[None, :, None, None]
             seen = seen & self.rule(batch_B, head, query_L1, key_1S)
         if self.padding_BT is not None:

@@ -7,6 +7,7 @@ of a step grows several times more slowly with the length of the sequence.
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +77,7 @@ class Training:
 def run(settings: Settings, *, out: Path, memory_image: Path | None, console: Console) -> None:
     """The whole demo. Raises `CheckFailed` when a gradient is missing, not finite or off by more than `LARGEST_ERROR`."""
     # Here, so that a missing matplotlib is found before the training and not after it.
-    import matplotlib.figure  # noqa: F401
+    importlib.import_module("matplotlib.figure")
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # Matrices this small gain little from more threads, and threads that wait for a busy core make a step several times slower.

@@ -27,6 +27,9 @@ from streamgrad.models.forwards import named_arguments, own_forward, temporary_a
 from streamgrad.models.masks import layer_mask, with_documents
 from streamgrad.models.support import decoder_layers, layer_refusals
 
+# By the id of the mask a layer was given; that mask is held as well, or another could come to stand at its address.
+_Masks = dict[int, tuple[Any, CausalMask | DenseMask]]
+
 
 @dataclass
 class DecoderStream:
@@ -106,7 +109,7 @@ def _streamed_layers(decoder: Any, stream: DecoderStream) -> Iterator[None]:
     layers = decoder_layers(decoder)
     for reason in layer_refusals(layers):
         raise SeamError(reason)
-    masks: dict[int, CausalMask | DenseMask] = {}
+    masks: _Masks = {}
     configs = _attention_configs(decoder, layers)
     with ExitStack() as restore:
         restore.enter_context(streamed_attention_in(configs))
@@ -131,15 +134,15 @@ def _streamed_forward(
     forward: Callable[..., Any],
     configs: list[Any],
     stream: DecoderStream,
-    masks: dict[int, CausalMask | DenseMask],
+    masks: _Masks,
 ) -> Callable[..., Tensor | tuple[Tensor]]:
     """`forward`, streamed; `masks` is shared by the layers of one call, most of which are given the same mask."""
 
     def streamed(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
         h_BTE, arguments = LayerArguments.bind(forward, args, kwargs)
-        key = id(arguments.attention_mask)
-        if key not in masks:
-            masks[key] = _mask_of(arguments, h_BTE.shape[1], stream.config.chunk_size)
+        given = arguments.attention_mask
+        if id(given) not in masks:
+            masks[id(given)] = given, _mask_of(arguments, h_BTE.shape[1], stream.config.chunk_size)
 
         def run(h_BLE: Tensor, chunk: Chunk) -> Tensor:
             with streamed_attention_in(configs):
@@ -148,7 +151,7 @@ def _streamed_forward(
         call = StreamedCall(
             layer=layer,
             run=run,
-            mask=masks[key],
+            mask=masks[id(given)][1],
             backends=stream.backends,
             chunk_size=stream.config.chunk_size,
             keep_attention=stream.config.keep == "attention",

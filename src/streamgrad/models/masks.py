@@ -56,7 +56,7 @@ def stream_mask(
     if padding_BT is not None and bool(padding_BT.all()):
         padding_BT = None
     rule = None if leaves == [causal_mask_function] else mask_function
-    return CausalMask(rule, padding_BT, window, documents_BT, has_other_rule)
+    return CausalMask(rule, padding_BT, window, documents_BT, has_other_rule, batch_size)
 
 
 def _conjuncts(mask_function: Callable) -> Iterator[Callable]:
@@ -117,4 +117,4 @@ def with_documents(mask: CausalMask, cu_seq_lens: Tensor, length: int) -> Causal
         same = documents_BT[first, query] == documents_BT[first, key]
         return same if mask.rule is None else same & mask.rule(batch, head, query, key)
 
-    return CausalMask(rule, mask.padding_BT, mask.window, documents_BT, mask.has_other_rule)
+    return CausalMask(rule, mask.padding_BT, mask.window, documents_BT, mask.has_other_rule, mask.batch)
