@@ -54,9 +54,23 @@ def history(trainer) -> list[dict[str, float]]:
     ]
 
 
-def assert_same_history(actual: list[dict], expected: list[dict]) -> None:
+def assert_follows_stock(kind: type, arguments, method: str, *, metric: str, with_reference: bool = False, **inputs) -> None:
+    """Three steps of the trainer `kind` with a stock model and with an enabled one, from the same weights and seed."""
+    histories = []
+    for streamed in (False, True):
+        model = tiny_model("qwen3", dtype=torch.float32)
+        extra = {"peft_config": lora()} if method == "lora" else {}
+        if with_reference:
+            extra["ref_model"] = tiny_model("qwen3", dtype=torch.float32, seed=3)
+        if streamed:
+            for network in (model, extra.get("ref_model")):
+                if network is not None:
+                    streamgrad.enable(network, **OPTIONS)
+        torch.manual_seed(0)
+        histories.append(history(kind(model=model, args=arguments, processing_class=tokenizer(), **inputs, **extra)))
+    expected, actual = histories
     assert len(actual) == len(expected) == 3
-    assert {"loss", "grad_norm"} <= expected[0].keys()
+    assert {"loss", "grad_norm", metric} <= expected[0].keys()
     for ours, theirs in zip(actual, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=2e-5, abs=2e-6)
 
@@ -64,71 +78,28 @@ def assert_same_history(actual: list[dict], expected: list[dict]) -> None:
 @pytest.mark.parametrize("options", [{}, {"loss_type": "nll"}, {"packing": True, "max_length": 16}], ids=str)
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_sft(tmp_path, method, options):
-    histories = []
-    for streamed in (False, True):
-        model = tiny_model("qwen3", dtype=torch.float32)
-        if streamed:
-            streamgrad.enable(model, **OPTIONS)
-        torch.manual_seed(0)
-        trainer = SFTTrainer(
-            model=model,
-            args=settings(SFTConfig, tmp_path, **options),
-            train_dataset=Dataset.from_dict({"text": sentences(8, 12)}),
-            processing_class=tokenizer(),
-            peft_config=lora() if method == "lora" else None,
-        )
-        histories.append(history(trainer))
-    assert_same_history(histories[1], histories[0])
+    dataset = Dataset.from_dict({"text": sentences(8, 12)})
+    arguments = settings(SFTConfig, tmp_path, **options)
+    assert_follows_stock(SFTTrainer, arguments, method, metric="entropy", train_dataset=dataset)
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_dpo(tmp_path, method):
     """Pairs of different lengths; the reference is a model of its own, or the policy without its adapters."""
-    pairs = {"prompt": sentences(8, 5), "chosen": sentences(8, 6), "rejected": sentences(8, 9)}
-    histories = []
-    for streamed in (False, True):
-        model = tiny_model("qwen3", dtype=torch.float32)
-        reference = tiny_model("qwen3", dtype=torch.float32, seed=3) if method == "full" else None
-        if streamed:
-            streamgrad.enable(model, **OPTIONS)
-            if reference is not None:
-                streamgrad.enable(reference, **OPTIONS)
-        torch.manual_seed(0)
-        trainer = DPOTrainer(
-            model=model,
-            ref_model=reference,
-            args=settings(DPOConfig, tmp_path),
-            train_dataset=Dataset.from_dict(pairs),
-            processing_class=tokenizer(),
-            peft_config=lora() if method == "lora" else None,
-        )
-        histories.append(history(trainer))
-    assert "rewards/margins" in histories[0][0]
-    assert_same_history(histories[1], histories[0])
-
-
-def _reward(completions, **_) -> list[float]:
-    return [completion.count("t7") + 0.1 * len(completion) for completion in completions]
+    dataset = Dataset.from_dict({"prompt": sentences(8, 5), "chosen": sentences(8, 6), "rejected": sentences(8, 9)})
+    arguments = settings(DPOConfig, tmp_path)
+    reference = method == "full"
+    assert_follows_stock(DPOTrainer, arguments, method, metric="rewards/margins", with_reference=reference, train_dataset=dataset)
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_grpo(tmp_path, method):
     """Generation under the same seed, old log-probabilities and two updates from each batch of completions."""
     options = {"num_generations": 4, "max_completion_length": 10, "num_iterations": 2, "beta": 0.0}
-    histories = []
-    for streamed in (False, True):
-        model = tiny_model("qwen3", dtype=torch.float32)
-        if streamed:
-            streamgrad.enable(model, **OPTIONS)
-        torch.manual_seed(0)
-        trainer = GRPOTrainer(
-            model=model,
-            reward_funcs=_reward,
-            args=settings(GRPOConfig, tmp_path, **options),
-            train_dataset=Dataset.from_dict({"prompt": sentences(8, 5)}),
-            processing_class=tokenizer(),
-            peft_config=lora() if method == "lora" else None,
-        )
-        histories.append(history(trainer))
-    assert "reward" in histories[0][0]
-    assert_same_history(histories[1], histories[0])
+    dataset = Dataset.from_dict({"prompt": sentences(8, 5)})
+    arguments = settings(GRPOConfig, tmp_path, **options)
+    assert_follows_stock(GRPOTrainer, arguments, method, metric="reward", reward_funcs=_reward, train_dataset=dataset)
+
+
+def _reward(completions, **_) -> list[float]:
+    return [completion.count("t7") + 0.1 * len(completion) for completion in completions]
