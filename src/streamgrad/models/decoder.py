@@ -27,8 +27,8 @@ from streamgrad.models.forwards import named_arguments, own_forward, temporary_a
 from streamgrad.models.masks import layer_mask, with_documents
 from streamgrad.models.support import decoder_layers, layer_refusals
 
-# By the id of the mask a layer was given; that mask is held as well, or another could come to stand at its address.
-_Masks = dict[int, tuple[Any, CausalMask | DenseMask]]
+# By the id of the mask a layer was given. What is made of a mask holds it, so no other can come to stand at its address.
+_Masks = dict[int, CausalMask | DenseMask]
 
 
 @dataclass
@@ -142,7 +142,7 @@ def _streamed_forward(
         h_BTE, arguments = LayerArguments.bind(forward, args, kwargs)
         given = arguments.attention_mask
         if id(given) not in masks:
-            masks[id(given)] = given, _mask_of(arguments, h_BTE.shape[1], stream.config.chunk_size)
+            masks[id(given)] = _mask_of(arguments, h_BTE.shape[1], stream.config.chunk_size)
 
         def run(h_BLE: Tensor, chunk: Chunk) -> Tensor:
             with streamed_attention_in(configs):
@@ -151,7 +151,7 @@ def _streamed_forward(
         call = StreamedCall(
             layer=layer,
             run=run,
-            mask=masks[id(given)][1],
+            mask=masks[id(given)],
             backends=stream.backends,
             chunk_size=stream.config.chunk_size,
             keep_attention=stream.config.keep == "attention",
