@@ -9,15 +9,17 @@ Shapes: N tokens, V vocabulary, E model width.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from streamgrad.core.replay import as_autocast
+from streamgrad.core.sums import accumulator_dtype
 from streamgrad.head.logits import HeadGradients, LinearHead, LogitMap
 from streamgrad.head.rows import TargetRows, flatten
+from streamgrad.head.softmax import product_gradient, token_statistics
 
 
 def linear_cross_entropy(
@@ -31,7 +33,7 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     temperature: float = 1.0,
-    chunk_size: int = 2048,
+    chunk_size: int | Literal["auto"] = "auto",
 ) -> Tensor:
     """Equals, without ever holding all logits:
 
@@ -40,13 +42,20 @@ def linear_cross_entropy(
 
     `softcap(z) = softcap * tanh(z / softcap)` where given. `reduction` is "mean" or "sum". Targets are used as they are: shift
     them yourself for next-token prediction. With no target at all the mean is NaN and the gradients are zero, as in torch.
-    Arithmetic after the product is fp32, or fp64 for fp64 operands.
+    Arithmetic after the product is fp32, or fp64 for fp64 operands. `chunk_size` is how many tokens have logits at a time;
+    `"auto"` takes it from the memory that is free.
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f'reduction={reduction!r} is not a choice. Pass "mean" or "sum"; token_logprobs gives single terms.')
     logit_map = LogitMap.build(logit_scale=logit_scale, softcap=softcap, temperature=temperature)
     hidden_NE, targets_N = flatten(hidden, weight, targets)
-    rows = TargetRows(targets_N, vocabulary=weight.shape[0], ignore_index=ignore_index, chunk_size=chunk_size)
+    rows = TargetRows(
+        targets_N,
+        vocabulary=weight.shape[0],
+        ignore_index=ignore_index,
+        chunk_size=chunk_size,
+        itemsize=hidden.element_size(),
+    )
     total, count = summed_cross_entropy(hidden_NE, weight, bias, rows, logit_map)
     return total if reduction == "sum" else mean_of(total, count)
 
@@ -73,8 +82,12 @@ class _SummedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         wants = ctx.needs_input_grad[:3]
         head = LinearHead(weight_VE, bias_V, logit_map)
+        # Backward will scale these sums, so the weight's stays in fp32 until then.
+        gradients = HeadGradients(hidden_NE, head, hidden=wants[0], weight=wants[1], bias=wants[2], skips_rows=rows.skips_some)
+        total = torch.zeros((), dtype=accumulator_dtype(hidden_NE.dtype), device=hidden_NE.device)
         with torch.autocast(hidden_NE.device.type, enabled=False):
-            total, gradients = _sum_over_chunks(hidden_NE, head, rows, wants)
+            for places, targets_N in rows.chunks():
+                total += _chunk_total(places, hidden_NE[places], targets_N, head, gradients if any(wants) else None)
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden_NE, weight_VE, bias_V)]
         ctx.save_for_backward(gradients.hidden_NE, gradients.weight_VE, gradients.bias_V)
         return total
@@ -83,29 +96,19 @@ class _SummedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         scaled = [
-            None if gradient is None else (gradient * dtotal).to(dtype)
+            None if gradient is None else torch.mul(gradient, dtotal, out=torch.empty_like(gradient, dtype=dtype))
             for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
         return *scaled, None, None
 
 
-def _sum_over_chunks(
-    hidden_NE: Tensor, head: LinearHead, rows: TargetRows, wants: tuple[bool, ...]
-) -> tuple[Tensor, HeadGradients]:
-    gradients = HeadGradients(hidden_NE, head, hidden=wants[0], weight=wants[1], bias=wants[2])
-    total: Tensor | None = None
-    for places, targets_N in rows.chunks():
-        chunk_NE = hidden_NE[places]
-        z_NV, slope_NV = head.logits(chunk_NE, with_slope=any(wants))
-        lse_N = z_NV.logsumexp(dim=-1)
-        picked_N = z_NV.gather(1, targets_N.unsqueeze(1)).squeeze(1)
-        chunk_total = (lse_N - picked_N).sum()
-        total = chunk_total if total is None else total + chunk_total
-        if any(wants):
-            probabilities_NV = z_NV.sub_(lse_N.unsqueeze(1)).exp_()
-            one = torch.ones((), dtype=z_NV.dtype, device=z_NV.device).expand(len(targets_N), 1)
-            dz_NV = probabilities_NV.scatter_add_(1, targets_N.unsqueeze(1), -one)
-            gradients.add(places, chunk_NE, head.gradient_of_product(dz_NV, slope_NV))
-    if total is None:
-        total = torch.zeros((), dtype=torch.promote_types(hidden_NE.dtype, torch.float32), device=hidden_NE.device)
-    return total, gradients
+def _chunk_total(
+    places: Tensor | slice, chunk_NE: Tensor, targets_N: Tensor, head: LinearHead, gradients: HeadGradients | None
+) -> Tensor:
+    """The chunk's sum; its gradients are added to `gradients`. A function of its own, so that its logits die with it."""
+    product_NV = head.product(chunk_NE)
+    lse_N, picked_N, _ = token_statistics(product_NV, targets_N, head.logit_map)
+    if gradients is not None:
+        dlogprobs_N = torch.full_like(lse_N, -1.0)
+        gradients.add(places, chunk_NE, product_gradient(product_NV, targets_N, head.logit_map, lse_N, dlogprobs_N))
+    return (lse_N - picked_N).sum()

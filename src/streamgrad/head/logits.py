@@ -1,8 +1,8 @@
-"""Logits of one chunk of tokens, in the precision of the loss, and the two GEMMs that consume their gradient.
+"""A linear head: the GEMM that makes a chunk of logits, what the model does to them, and the two GEMMs that take their gradient.
 
     z = logit_map(hidden @ weight^T + bias)
 
-The product is made in the operands' dtype, as the stock head makes it, and everything after it in fp32 (fp64 for fp64).
+The product is made in the operands' dtype, as the stock head makes it; `softmax` does everything between it and its gradient.
 
 Shapes: N tokens, V vocabulary, E model width.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from streamgrad.core.sums import accumulator_dtype, add_product_, zeros_for_sum
+from streamgrad.core.sums import accumulator_dtype, add_product_
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,9 @@ class LogitMap:
         return cls(scale=softcap / temperature, tanh=True, inner_scale=logit_scale / softcap)
 
     def __call__(self, z: Tensor) -> Tensor:
-        return self.scale * torch.tanh(self.inner_scale * z) if self.tanh else self.scale * z
+        if self.tanh:
+            return self.scale * torch.tanh(self.inner_scale * z)
+        return z if self.scale == 1.0 else self.scale * z
 
     def apply_(self, z_NV: Tensor, *, with_slope: bool) -> tuple[Tensor, Tensor | None]:
         """The mapped logits, in place, and d(mapped)/d(z) as a tensor where it is not the constant `scale`."""
@@ -48,6 +50,12 @@ class LogitMap:
         t_NV = z_NV.mul_(self.inner_scale).tanh_()
         slope_NV = t_NV.square().neg_().add_(1.0).mul_(self.scale * self.inner_scale) if with_slope else None
         return t_NV.mul_(self.scale), slope_NV
+
+    def gradient_(self, dmapped_NV: Tensor, slope_NV: Tensor | None) -> Tensor:
+        """d(loss)/d(z) from d(loss)/d(mapped), in place, with the slope that `apply_` gave."""
+        if slope_NV is not None:
+            return dmapped_NV.mul_(slope_NV)
+        return dmapped_NV if self.scale == 1.0 else dmapped_NV.mul_(self.scale)
 
 
 @dataclass(frozen=True)
@@ -58,34 +66,65 @@ class LinearHead:
     bias_V: Tensor | None
     logit_map: LogitMap
 
-    def logits(self, hidden_NE: Tensor, *, with_slope: bool = False) -> tuple[Tensor, Tensor | None]:
-        """`(z_NV, slope_NV)`; `z_NV` is a fresh tensor that the caller may overwrite."""
-        product_NV = torch.nn.functional.linear(hidden_NE, self.weight_VE, self.bias_V)
-        return self.logit_map.apply_(product_NV.to(accumulator_dtype(product_NV.dtype)), with_slope=with_slope)
-
-    def gradient_of_product(self, dz_NV: Tensor, slope_NV: Tensor | None) -> Tensor:
-        """d(loss)/d(product) from d(loss)/d(z), in place, in the dtype of the GEMMs that follow."""
-        if slope_NV is not None:
-            dz_NV.mul_(slope_NV)
-        elif self.logit_map.scale != 1.0:
-            dz_NV.mul_(self.logit_map.scale)
-        return dz_NV.to(self.weight_VE.dtype)
+    def product(self, hidden_NE: Tensor) -> Tensor:
+        """`hidden @ weight^T + bias`, a fresh tensor that the caller may overwrite."""
+        return torch.nn.functional.linear(hidden_NE, self.weight_VE, self.bias_V)
 
 
 class HeadGradients:
-    """Sums over chunks of the gradients of `hidden`, `weight` and `bias`; what nobody asked for is never allocated."""
+    """Sums over chunks of the gradients of `hidden`, `weight` and `bias`; what nobody asked for is never allocated.
 
-    def __init__(self, hidden_NE: Tensor, head: LinearHead, *, hidden: bool, weight: bool, bias: bool) -> None:
-        self.head = head
-        self.hidden_NE = torch.zeros_like(hidden_NE) if hidden else None
-        self.weight_VE = zeros_for_sum(head.weight_VE) if weight else None
-        self.bias_V = zeros_for_sum(head.bias_V) if bias and head.bias_V is not None else None
+    The sum of a 16-bit weight is fp32, so that it is rounded once. `at_once` says that there is a single chunk, whose gradient
+    nothing will scale any more: then the GEMM itself rounds, and no fp32 weight is made. Without `skips_rows` every row of
+    `hidden` is in some chunk, and its gradient need not start from zero.
+    """
+
+    def __init__(
+        self,
+        hidden_NE: Tensor,
+        head: LinearHead,
+        *,
+        hidden: bool,
+        weight: bool,
+        bias: bool,
+        skips_rows: bool = True,
+        at_once: bool = False,
+    ) -> None:
+        self._head, self._wants_weight, self._wants_bias, self._at_once = head, weight, bias, at_once
+        self.hidden_NE = (torch.zeros_like if skips_rows else torch.empty_like)(hidden_NE) if hidden else None
+        self._weight_VE: Tensor | None = None
+        self._bias_V: Tensor | None = None
 
     def add(self, rows: Tensor | slice, hidden_NE: Tensor, dproduct_NV: Tensor) -> None:
         """One chunk: `rows` are its places in the full `hidden`, `hidden_NE` their values."""
+        sum_dtype = accumulator_dtype(dproduct_NV.dtype)
         if self.hidden_NE is not None:
-            self.hidden_NE[rows] = dproduct_NV @ self.head.weight_VE
-        if self.weight_VE is not None:
-            add_product_(self.weight_VE, dproduct_NV.mT, hidden_NE)
-        if self.bias_V is not None:
-            self.bias_V += dproduct_NV.sum(dim=0, dtype=self.bias_V.dtype)
+            self.hidden_NE[rows] = dproduct_NV @ self._head.weight_VE
+        if self._weight_VE is not None:
+            add_product_(self._weight_VE, dproduct_NV.mT, hidden_NE)
+        elif self._wants_weight:
+            self._weight_VE = _product(dproduct_NV.mT, hidden_NE, dproduct_NV.dtype if self._at_once else sum_dtype)
+        if self._wants_bias:
+            term_V = dproduct_NV.sum(dim=0, dtype=sum_dtype)
+            self._bias_V = term_V if self._bias_V is None else self._bias_V.add_(term_V)
+
+    @property
+    def weight_VE(self) -> Tensor | None:
+        """The weight's sum: None where it was not asked for, zeros where there was no chunk."""
+        if self._weight_VE is None and self._wants_weight:
+            return torch.zeros_like(self._head.weight_VE)
+        return self._weight_VE
+
+    @property
+    def bias_V(self) -> Tensor | None:
+        """As `weight_VE`."""
+        if self._bias_V is None and self._wants_bias and self._head.bias_V is not None:
+            return torch.zeros_like(self._head.bias_V)
+        return self._bias_V
+
+
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """`left @ right`, summed in fp32 or better and rounded to `dtype` once."""
+    if left.dtype != dtype and left.is_cuda:
+        return torch.mm(left, right, out_dtype=dtype)
+    return left.to(dtype) @ right.to(dtype)

@@ -8,7 +8,7 @@ Shapes: N tokens, V vocabulary, E model width.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from streamgrad.core.replay import as_autocast
 from streamgrad.core.sums import accumulator_dtype
 from streamgrad.head.logits import HeadGradients, LinearHead, LogitMap
 from streamgrad.head.rows import TargetRows, flatten
+from streamgrad.head.softmax import product_gradient, token_statistics
 
 
 def token_logprobs(
@@ -30,7 +31,7 @@ def token_logprobs(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     ignore_index: int = -100,
-    chunk_size: int = 2048,
+    chunk_size: int | Literal["auto"] = "auto",
     return_entropy: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Equals, without ever holding all logits:
@@ -40,11 +41,18 @@ def token_logprobs(
         entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
 
     of the shape of `targets`; both are 0, without gradient, where the target is `ignore_index`. Returns `logprobs`, or
-    `(logprobs, entropy)` with `return_entropy=True`; both are differentiable.
+    `(logprobs, entropy)` with `return_entropy=True`; both are differentiable. `chunk_size` is how many tokens have logits at a
+    time; `"auto"` takes it from the memory that is free.
     """
     logit_map = LogitMap.build(logit_scale=logit_scale, softcap=softcap, temperature=temperature)
     hidden_NE, targets_N = flatten(hidden, weight, targets)
-    rows = TargetRows(targets_N, vocabulary=weight.shape[0], ignore_index=ignore_index, chunk_size=chunk_size)
+    rows = TargetRows(
+        targets_N,
+        vocabulary=weight.shape[0],
+        ignore_index=ignore_index,
+        chunk_size=chunk_size,
+        itemsize=hidden.element_size(),
+    )
     operands = [None if tensor is None else as_autocast(tensor) for tensor in (hidden_NE, weight, bias)]
     logprobs_N, entropy_N = _TokenLogprobs.apply(*operands, rows, logit_map, return_entropy)
     logprobs = logprobs_N.view(targets.shape)
@@ -68,13 +76,13 @@ class _TokenLogprobs(torch.autograd.Function):
         head = LinearHead(weight_VE, bias_V, logit_map)
         with torch.autocast(hidden_NE.device.type, enabled=False):
             for places, targets_N in rows.chunks():
-                z_NV, _ = head.logits(hidden_NE[places])
-                chunk_lse_N = z_NV.logsumexp(dim=-1)
+                chunk_lse_N, picked_N, chunk_entropy_N = token_statistics(
+                    head.product(hidden_NE[places]), targets_N, logit_map, with_entropy=wants_entropy
+                )
                 lse_N[places] = chunk_lse_N
-                logprobs_N[places] = z_NV.gather(1, targets_N.unsqueeze(1)).squeeze(1) - chunk_lse_N
-                if entropy_N is not None:
-                    logp_NV = z_NV.sub_(chunk_lse_N.unsqueeze(1))
-                    entropy_N[places] = -(logp_NV.exp() * logp_NV).sum(dim=-1)
+                logprobs_N[places] = picked_N - chunk_lse_N
+                if entropy_N is not None and chunk_entropy_N is not None:
+                    entropy_N[places] = chunk_entropy_N
         ctx.rows, ctx.logit_map = rows, logit_map
         ctx.save_for_backward(hidden_NE, weight_VE, bias_V, lse_N, entropy_N)
         return logprobs_N, entropy_N
@@ -85,20 +93,29 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_NE, weight_VE, bias_V, lse_N, entropy_N = ctx.saved_tensors
         wants = ctx.needs_input_grad
         head = LinearHead(weight_VE, bias_V, ctx.logit_map)
-        gradients = HeadGradients(hidden_NE, head, hidden=wants[0], weight=wants[1], bias=wants[2])
-        for places, targets_N in ctx.rows.chunks():
+        rows = ctx.rows
+        gradients = HeadGradients(
+            hidden_NE,
+            head,
+            hidden=wants[0],
+            weight=wants[1],
+            bias=wants[2],
+            skips_rows=rows.skips_some,
+            at_once=rows.count <= rows.chunk_size,
+        )
+        for places, targets_N in rows.chunks():
             chunk_NE = hidden_NE[places]
-            z_NV, slope_NV = head.logits(chunk_NE, with_slope=True)
-            dlogprobs_N1 = dlogprobs_N[places].unsqueeze(1)
-            logp_NV = z_NV.sub_(lse_N[places].unsqueeze(1))
-            # d(logprob)/dz = onehot - p  and  d(entropy)/dz = -p (log p + entropy)
-            if entropy_N is not None and dentropy_N is not None:
-                factor_NV = (logp_NV + entropy_N[places].unsqueeze(1)).mul_(dentropy_N[places].unsqueeze(1)).add_(dlogprobs_N1)
-                dz_NV = logp_NV.exp_().mul_(factor_NV).neg_()
-            else:
-                dz_NV = logp_NV.exp_().mul_(dlogprobs_N1).neg_()
-            dz_NV.scatter_add_(1, targets_N.unsqueeze(1), dlogprobs_N1)
-            gradients.add(places, chunk_NE, head.gradient_of_product(dz_NV, slope_NV))
+            dproduct_NV = product_gradient(
+                head.product(chunk_NE),
+                targets_N,
+                ctx.logit_map,
+                lse_N[places],
+                dlogprobs_N[places],
+                entropy_N=None if entropy_N is None else entropy_N[places],
+                dentropy_N=None if dentropy_N is None else dentropy_N[places],
+            )
+            gradients.add(places, chunk_NE, dproduct_NV)
+            del dproduct_NV  # or it would live on beside the next chunk's
         sums = (gradients.hidden_NE, gradients.weight_VE, gradients.bias_V)
         cast = [
             None if total is None else total.to(tensor.dtype)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+CHUNK_WITHOUT_GPU = 2048
+SHORTEST_CHUNK, LONGEST_CHUNK, CHUNK_MULTIPLE = 256, 4096, 128
 
 
 class TargetRows:
@@ -13,12 +18,19 @@ class TargetRows:
 
     Counting them waits for the device once; the same transfer brings the smallest and largest target, so a target outside
     the vocabulary is an error here and not a fault inside a kernel.
+
+    A `chunk_size` of "auto" is chosen by `choose_head_chunk`; `itemsize` are the bytes that one logit takes while its chunk is
+    at work.
     """
 
-    def __init__(self, targets_N: Tensor, *, vocabulary: int, ignore_index: int, chunk_size: int) -> None:
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size={chunk_size} leaves no tokens in a chunk. Pass at least 1.")
-        self.targets_N, self.chunk_size = targets_N, chunk_size
+    def __init__(
+        self, targets_N: Tensor, *, vocabulary: int, ignore_index: int, chunk_size: int | Literal["auto"], itemsize: int = 4
+    ) -> None:
+        if isinstance(chunk_size, str) and chunk_size != "auto":
+            raise ValueError(f'chunk_size={chunk_size!r} is not a choice. Pass a number of tokens, or "auto".')
+        if chunk_size != "auto" and chunk_size < 1:
+            raise ValueError(f'chunk_size={chunk_size} leaves no tokens in a chunk. Pass at least 1, or "auto".')
+        self.targets_N = targets_N
         has_target_N = targets_N != ignore_index
         low_N = torch.where(has_target_N, targets_N, 0)
         if len(targets_N):
@@ -31,7 +43,15 @@ class TargetRows:
                 f"and is not ignore_index={ignore_index}. Check the tokenizer, or set such targets to {ignore_index}."
             )
         self.count: int = count
+        self.chunk_size: int = (
+            choose_head_chunk(count, vocabulary, itemsize, targets_N.device) if chunk_size == "auto" else chunk_size
+        )
         self._rows_N = None if count == len(targets_N) else has_target_N.nonzero().squeeze(1)
+
+    @property
+    def skips_some(self) -> bool:
+        """Whether some tokens are in no chunk."""
+        return self._rows_N is not None
 
     def chunks(self) -> Iterator[tuple[Tensor | slice, Tensor]]:
         """`(rows, targets)` of each chunk; `rows` is a slice when no token is ignored, which saves a gather."""
@@ -39,6 +59,30 @@ class TargetRows:
             stop = min(start + self.chunk_size, self.count)
             rows = slice(start, stop) if self._rows_N is None else self._rows_N[start:stop]
             yield rows, self.targets_N[rows]
+
+
+def choose_head_chunk(tokens: int, vocabulary: int, itemsize: int, device: torch.device, budget_bytes: int | None = None) -> int:
+    """Tokens a chunk, for `vocabulary * itemsize` bytes of logits a token: as many as the budget holds, chunks of equal length.
+
+    The budget is an eighth of what is free on a GPU: something else needs the rest. Whatever it is, chunks have 256 tokens at
+    least, or the GEMMs would wait for the weight to be read, and 4096 at most, beyond which they gain nothing.
+    """
+    if budget_bytes is None:
+        if device.type != "cuda":
+            return CHUNK_WITHOUT_GPU
+        budget_bytes = _free_bytes(device) // 8
+    longest = min(max(budget_bytes // (vocabulary * itemsize), SHORTEST_CHUNK), LONGEST_CHUNK)
+    longest -= longest % CHUNK_MULTIPLE
+    equal = math.ceil(tokens / math.ceil(tokens / longest)) if tokens else 1
+    return max(SHORTEST_CHUNK, math.ceil(equal / CHUNK_MULTIPLE) * CHUNK_MULTIPLE)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """What this process can still allocate: free on the device or cached by torch, within the fraction it is allowed."""
+    free, total = torch.cuda.mem_get_info(device)
+    allocated = torch.cuda.memory_allocated(device)
+    cap = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return max(0, min(free + torch.cuda.memory_reserved(device), cap) - allocated)
 
 
 def flatten(hidden: Tensor, weight_VE: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
