@@ -1,0 +1,177 @@
+"""TRL's scoring contract with a streamed head: `model(..., labels=..., fused_lm_head=True)` returns token scores, never logits.
+
+TRL's trainers ask their models nothing else: policy and reference pass, old log-probabilities, evaluation and metrics all go
+through this one call, which `trl.trainer.utils.add_fused_lm_head` adds to a model in the trainer's constructor.
+`add_streamed_head` is that function for a model whose layers are streamed too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from trl.trainer.utils import FusedCausalLMOutput
+
+from streamgrad.api import enable, is_enabled
+from streamgrad.config import StreamConfig
+from streamgrad.head.logits import LogitMap
+from streamgrad.head.scores import token_scores
+from streamgrad.models.causal_lm import HeadStream
+from streamgrad.models.forwards import InstalledForward, temporary_attribute
+
+_IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What a trainer wants to know about each token, and how the head computes it."""
+
+    fields: tuple[str, ...]
+    logit_map: LogitMap
+    in_float32: bool
+    chunk_size: Any
+    label_smoothing: float = 0.0
+
+
+class ScoringForward:
+    """Stands as the `forward` of a scored model: calls with `fused_lm_head=True` are scored, all others go to what stood before.
+
+    As with `InstalledForward`, the module is held and not closed over, so that copying and pickling rebind it, and the
+    signature is the stock one, which Trainer and `generate` read.
+    """
+
+    def __init__(self, model: nn.Module, scoring: Scoring) -> None:
+        self.model, self.scoring = model, scoring
+        self.before = model.forward
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.before)
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        return self._scored(*args, **kwargs) if fused_lm_head else self.before(*args, **kwargs)
+
+    def _scored(
+        self,
+        *args: Any,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> FusedCausalLMOutput:
+        hidden_BTE = self.model.base_model(*args, **kwargs | {"use_cache": False}).last_hidden_state  # type: ignore[operator]
+        if shift_labels is None:
+            if labels is None:
+                raise ValueError("fused_lm_head=True scores tokens, and neither labels nor shift_labels were passed. Pass one.")
+            # Position t is scored on token t + 1; the last one on nothing, and it is cut off below. Cutting the hidden states
+            # instead would copy them.
+            targets_BT = nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
+            length = targets_BT.shape[1] - 1
+        else:
+            targets_BT, length = shift_labels, shift_labels.shape[1]
+        scores = {name: score[:, :length] for name, score in self._scores(hidden_BTE, targets_BT).items()}
+        mask = (targets_BT != _IGNORED)[:, :length].to(scores["log_probs"].device)
+        count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        return FusedCausalLMOutput(loss=-scores["log_probs"].sum() / count, label_mask=mask, **scores)
+
+    def _scores(self, hidden_BTE: Tensor, targets_BT: Tensor) -> dict[str, Tensor]:
+        """The scores, computed inside the head module's own call: there, engines that shard weights have gathered them."""
+        scoring, head = self.scoring, _linear_head(self.model)
+
+        def forward(hidden_BTE: Tensor) -> dict[str, Tensor]:
+            return token_scores(
+                hidden_BTE,
+                head.weight,
+                targets_BT,
+                fields=scoring.fields,
+                bias=head.bias,
+                logit_map=scoring.logit_map,
+                label_smoothing=scoring.label_smoothing,
+                chunk_size=scoring.chunk_size,
+            )
+
+        # With the model split over devices, its layers may end on another one than the head's.
+        hidden_BTE = hidden_BTE.to(head.weight.device)
+        with temporary_attribute(head, "forward", forward):
+            if not scoring.in_float32:
+                return head(hidden_BTE)
+            with torch.autocast(hidden_BTE.device.type, enabled=False):
+                return head(hidden_BTE.float())
+
+
+def _linear_head(model: Any) -> nn.Linear:
+    """The linear map that makes the logits; PEFT's `modules_to_save` wraps it together with a frozen copy."""
+    head = model.get_output_embeddings()
+    for module in head.modules() if hasattr(head, "modules_to_save") else [head]:
+        if isinstance(module, nn.Linear) and module.weight is head.weight:
+            return module
+    raise ValueError(
+        f"the language-modelling head is a {type(head).__name__}, and tokens are scored by a linear head alone, so that what it "
+        "adds would be left out of the loss. Take the head out of the adapter's target_modules and trainable_token_indices."
+    )
+
+
+def add_streamed_head(
+    model: Any,
+    stream: StreamConfig | None,
+    *,
+    temperature: float = 1.0,
+    cast_lm_head_to_fp32: bool = False,
+    outputs: tuple[str, ...] = ("log_probs",),
+) -> None:
+    """`trl.trainer.utils.add_fused_lm_head`, streamed: enables `model` with `stream` and lets it score tokens.
+
+    Args:
+        model: a causal language model, not yet wrapped by PEFT or an engine.
+        stream: how to stream it; None leaves a model that was enabled as it is, and enables another with the defaults.
+        temperature, cast_lm_head_to_fp32, outputs: as in TRL.
+    """
+    if stream is not None or not is_enabled(model):
+        enable(model, stream)
+    enabled = InstalledForward.on(model)
+    if enabled is None or not isinstance(enabled.stream, HeadStream):
+        raise ValueError(
+            f"{type(model).__name__} has no language-modelling head to score tokens with. Pass a causal language model."
+        )
+    logit_map = enabled.stream.logit_map
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature} must be positive: logits are divided by it. 1.0 leaves it out.")
+    scoring = Scoring(
+        fields=outputs,
+        logit_map=replace(logit_map, scale=logit_map.scale / temperature),
+        in_float32=cast_lm_head_to_fp32,
+        chunk_size=enabled.stream.config.head_chunk_size,
+    )
+    model.__dict__["forward"] = ScoringForward(model, scoring)
+
+
+@contextmanager
+def streamed_head_in(trainer: type, stream: StreamConfig | None) -> Iterator[None]:
+    """Within the block, what the constructor of TRL's `trainer` calls `add_fused_lm_head` is `add_streamed_head`.
+
+    A constructor is the only place where both models exist, neither is wrapped by an engine, and nothing has been scored yet
+    (DPO scores its reference in there).
+    """
+    module = importlib.import_module(trainer.__module__)
+    stock = getattr(module, "add_fused_lm_head", None)
+    if stock is None:
+        raise ImportError(
+            f"{trainer.__module__} has no add_fused_lm_head, which streamgrad's trainers build on. Install trl>=1.16."
+        )
+
+    def add(model: Any, *args: Any, **kwargs: Any) -> None:
+        options = inspect.signature(stock).bind(model, *args, **kwargs).arguments
+        add_streamed_head(options.pop("model"), stream, **options)
+
+    module.add_fused_lm_head = add  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        module.add_fused_lm_head = stock  # type: ignore[attr-defined]

@@ -1,0 +1,97 @@
+"""TRL's trainers with streamed models: the same constructor, losses, metrics and checkpoints, plus `stream=StreamConfig(...)`.
+
+Everything a trainer does is TRL's own code. What differs is one function, which its constructor calls to let a model score tokens
+(`scoring.py`): it is called for the policy and for the reference, wherever they came from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from trl import DPOTrainer, GRPOTrainer, SFTTrainer
+
+from streamgrad.config import StreamConfig
+from streamgrad.models.support import unwrap
+from streamgrad.trl.scoring import streamed_head_in
+
+
+class _Streamed:
+    """What the trainers share; `stock` is the trainer of TRL's that follows in the method resolution order."""
+
+    stock: type
+
+    def __init__(self, *args: Any, stream: StreamConfig | None = None, **kwargs: Any) -> None:
+        with streamed_head_in(self.stock, stream):
+            super().__init__(*args, **kwargs)
+        self._refuse_what_cannot_be_streamed()
+
+    def _refuse_what_cannot_be_streamed(self) -> None:
+        trainer: Any = self
+        if getattr(trainer.args, "activation_offloading", False):
+            raise ValueError(
+                "activation_offloading=True moves every tensor that autograd keeps to the host, also those that a streamed layer "
+                'makes and drops within its own backward. Leave it False; stream=StreamConfig(offload="host") moves what is kept.'
+            )
+        if trainer.aux_loss_enabled:
+            raise ValueError(
+                f"router_aux_loss_coef={trainer.router_aux_loss_coef} asks for the load-balancing loss of a mixture of experts, "
+                "which needs the router logits of all tokens at once and cannot be streamed. Pass router_aux_loss_coef=0.0 in "
+                "the trainer's arguments to train without it."
+            )
+
+
+class StreamSFTTrainer(_Streamed, SFTTrainer):
+    """[`trl.SFTTrainer`] with a streamed model.
+
+    ```diff
+    - trainer = SFTTrainer(model="Qwen/Qwen3-8B", args=args, train_dataset=dataset)
+    + trainer = StreamSFTTrainer(model="Qwen/Qwen3-8B", args=args, train_dataset=dataset)
+    ```
+
+    Args:
+        *args, **kwargs: as for [`trl.SFTTrainer`].
+        stream ([`StreamConfig`], *optional*):
+            How to stream. Left out, a model that was `enable`d keeps its own configuration, and another gets the defaults.
+
+    `label_smoothing_factor`, for which TRL makes full logits in a second forward pass, is streamed as well. A `compute_loss_func`
+    or `compute_metrics` of yours is given the full logits, as TRL warns.
+    """
+
+    stock = SFTTrainer
+
+    def __init__(self, *args: Any, stream: StreamConfig | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, stream=stream, **kwargs)
+        trainer: Any = self
+        smoother = trainer.label_smoother
+        if smoother is not None and trainer.compute_loss_func is None and self.args.loss_type == "nll":
+            # The smoothed loss is a sum over tokens like the plain one, so the head can take it: then TRL's ordinary path, which
+            # sums `log_probs`, computes what its LabelSmoother would have computed from full logits.
+            forward = unwrap(self.model).forward
+            forward.scoring = replace(forward.scoring, label_smoothing=smoother.epsilon)
+            trainer.label_smoother = None
+
+
+class StreamDPOTrainer(_Streamed, DPOTrainer):
+    """[`trl.DPOTrainer`] with a streamed policy and reference, be that a model of its own, the policy without its adapters, or
+    log-probabilities computed beforehand.
+
+    Args:
+        *args, **kwargs: as for [`trl.DPOTrainer`].
+        stream ([`StreamConfig`], *optional*):
+            How to stream. Left out, a model that was `enable`d keeps its own configuration, and another gets the defaults.
+    """
+
+    stock = DPOTrainer
+
+
+class StreamGRPOTrainer(_Streamed, GRPOTrainer):
+    """[`trl.GRPOTrainer`] with a streamed policy and reference. Completions are generated as always, with a key/value cache.
+
+    Args:
+        *args, **kwargs: as for [`trl.GRPOTrainer`].
+        stream ([`StreamConfig`], *optional*):
+            How to stream. Left out, a model that was `enable`d keeps its own configuration, and another gets the defaults.
+    """
+
+    stock = GRPOTrainer

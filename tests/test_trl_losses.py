@@ -1,0 +1,222 @@
+"""Every loss of TRL's trainers with streamed models: loss, every metric and every gradient of a step equal stock TRL's.
+
+In float64, where stock TRL runs with its kernel written out on full logits, since that kernel computes in float32 only; and in
+float32 against stock TRL as it is.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+from gradients import assert_same_step, no_float32
+from streamgrad import StreamConfig
+from streamgrad.trl import StreamDPOTrainer, StreamGRPOTrainer, StreamSFTTrainer
+from tiny import tiny_model
+from trainers import (
+    completions,
+    conversations,
+    first_step,
+    lora,
+    pairs,
+    prompts,
+    reward,
+    settings,
+    texts,
+    tokenizer,
+    trl_on_full_logits,
+)
+
+# Raised inside TRL, transformers and torch's data loader on a machine without an accelerator; none is about the model.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+
+METHODS = ("full", "lora")
+STREAMED = {SFTTrainer: StreamSFTTrainer, DPOTrainer: StreamDPOTrainer, GRPOTrainer: StreamGRPOTrainer}
+
+
+def assert_equals_stock(stock, arguments, model, *, dtype=torch.float64, chunk=7, drift=0.0, tolerance=None, **inputs):
+    """One step of each trainer from the same weights and batch; `model` and values in `inputs` may be functions that make one.
+
+    Returns the metrics.
+    """
+    tolerance = tolerance or {torch.float64: 1e-10, torch.float32: 1e-6}[dtype]
+    results = []
+    for kind, extra in ((stock, {}), (STREAMED[stock], {"stream": StreamConfig(chunk_size=chunk, head_chunk_size=chunk)})):
+        given = {name: value() if callable(value) and name != "reward_funcs" else value for name, value in inputs.items()}
+        with ExitStack() as patches:
+            if dtype == torch.float64:
+                patches.enter_context(no_float32())
+                patches.enter_context(trl_on_full_logits())
+            trainer = kind(model=model(dtype), args=arguments, processing_class=tokenizer(), **given, **extra)
+            results.append(first_step(trainer, drift=drift))
+    (expected, expected_metrics), (actual, metrics) = results
+    assert_same_step(actual, expected, tolerance)
+    assert metrics == pytest.approx(expected_metrics, rel=tolerance, abs=tolerance)
+    return metrics
+
+
+def qwen3(dtype):
+    return tiny_model("qwen3", dtype=dtype)
+
+
+def adapted(method: str) -> dict:
+    return {"peft_config": lora} if method == "lora" else {}
+
+
+SFT = {
+    "nll": {"loss_type": "nll"},
+    "dft": {"loss_type": "dft"},
+    "smoothed": {"label_smoothing_factor": 0.1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", SFT)
+def test_sft(tmp_path, name, method):
+    arguments = settings(SFTConfig, tmp_path, **SFT[name])
+    # transformers' LabelSmoother sums in float32, whatever it is given.
+    tolerance = 1e-6 if name == "smoothed" else None
+    metrics = assert_equals_stock(SFTTrainer, arguments, qwen3, tolerance=tolerance, train_dataset=texts(), **adapted(method))
+    assert metrics.keys() == {"entropy", "mean_token_accuracy", "num_tokens"}
+
+
+DATA = {
+    "completion-only": (completions, {}),
+    "whole text": (completions, {"completion_only_loss": False}),
+    "assistant-only": (conversations, {"assistant_only_loss": True}),
+    "packed": (texts, {"packing": True, "max_length": 32}),
+    "wrapped": (texts, {"packing": True, "packing_strategy": "wrapped", "max_length": 16}),
+    "padding-free": (texts, {"padding_free": True, "max_length": None}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_sft_data(tmp_path, name):
+    make, options = DATA[name]
+    assert_equals_stock(SFTTrainer, settings(SFTConfig, tmp_path, **options), qwen3, train_dataset=make())
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "granite", "cohere"])
+def test_families_that_change_their_logits(tmp_path, family):
+    """Softcap, scaling and windows: TRL reads them from the configuration, streamgrad from the model's own forward."""
+    arguments = settings(SFTConfig, tmp_path)
+    assert_equals_stock(SFTTrainer, arguments, lambda dtype: tiny_model(family, dtype=dtype), train_dataset=texts())
+
+
+DPO = {
+    **{name: {"loss_type": [name]} for name in (
+        "sigmoid", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero", "apo_down",
+        "discopop", "sft", "sigmoid_norm",
+    )},
+    "exo_pair": {"loss_type": ["exo_pair"], "label_smoothing": 0.1},
+    "robust": {"loss_type": ["robust"], "label_smoothing": 0.1},
+    "aot, smoothed": {"loss_type": ["aot"], "label_smoothing": 0.1},
+    "three at once": {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
+    "forward_kl": {"f_divergence_type": "forward_kl"},
+    "js_divergence": {"f_divergence_type": "js_divergence"},
+    "WPO": {"use_weighting": True},
+    "LD-DPO": {"ld_alpha": 0.3},
+    "precomputed": {"precompute_ref_log_probs": True},
+}  # fmt: skip
+
+
+def reference(dtype=torch.float64):
+    return tiny_model("qwen3", dtype=dtype, seed=3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", DPO)
+def test_dpo(tmp_path, name, method):
+    """Pairs of different lengths; the reference is a model of its own, or the policy without its adapters."""
+    arguments = settings(DPOConfig, tmp_path, per_device_train_batch_size=3, **DPO[name])
+    extra = adapted(method) or {"ref_model": reference}
+    metrics = assert_equals_stock(DPOTrainer, arguments, qwen3, train_dataset=pairs(), **extra)
+    assert {"rewards/margins", "rewards/accuracies", "logps/chosen", "logits/rejected", "entropy"} <= metrics.keys()
+    assert metrics["rewards/margins"] != 0
+
+
+@pytest.fixture(scope="module")
+def saved_model(tmp_path_factory):
+    """GRPO makes its reference from the name of the policy."""
+    path = tmp_path_factory.mktemp("policy")
+    qwen3(torch.float64).save_pretrained(path)
+    return lambda dtype: AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+
+
+GRPO = {
+    **{name: {"loss_type": name} for name in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")},
+    "GSPO": {"importance_sampling_level": "sequence"},
+    "luspo, sequence": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    "clip higher": {"epsilon": 0.1, "epsilon_high": 0.3},
+    "delta": {"delta": 1.3},
+    "KL": {"beta": 0.1},
+    "KL, corrected": {"beta": 0.1, "use_bias_correction_kl": True},
+    "entropy bonus": {"entropy_coef": 0.1},
+    "adaptive entropy": {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 5.0},
+    "top entropy": {"top_entropy_quantile": 0.4},
+    "off-policy mask": {"off_policy_mask_threshold": 0.001},
+    "temperature": {"temperature": 0.7},
+    "truncated masked": {"mask_truncated_completions": True},
+    "rewards unscaled": {"scale_rewards": "none"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", GRPO)
+def test_grpo(tmp_path, name, method, saved_model):
+    """Completions of the same seed, scored by a policy that has moved on since: ratios are not 1, and some are clipped."""
+    arguments = settings(
+        GRPOConfig, tmp_path, **{"beta": 0.0} | GRPO[name], num_generations=4, per_device_train_batch_size=4,
+        max_completion_length=9, num_iterations=2,
+    )  # fmt: skip
+    metrics = assert_equals_stock(
+        GRPOTrainer, arguments, saved_model, drift={"full": 0.03, "lora": 0.1}[method], train_dataset=prompts(),
+        reward_funcs=reward, **adapted(method),
+    )  # fmt: skip
+    assert {"reward", "entropy", "completions/mean_length"} <= metrics.keys()
+    assert metrics["reward_std"] > 0
+    assert metrics.get("clip_ratio/region_mean", 1) > 0
+    assert ("kl" in metrics) == ("KL" in name)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_batch_and_chunk_sizes(tmp_path, batch, chunk, method, saved_model):
+    for stock, config, inputs in (
+        (SFTTrainer, SFTConfig, {"train_dataset": completions()}),
+        (DPOTrainer, DPOConfig, {"train_dataset": pairs()}),
+        (GRPOTrainer, GRPOConfig, {"train_dataset": prompts(), "reward_funcs": reward}),
+    ):
+        options = {"num_generations": 4, "max_completion_length": 9, "beta": 0.1} if stock is GRPOTrainer else {}
+        arguments = settings(
+            config, tmp_path, per_device_train_batch_size=batch, gradient_accumulation_steps=4 // batch, **options
+        )
+        assert_equals_stock(stock, arguments, saved_model, chunk=chunk, drift=0.01, **inputs, **adapted(method))
+
+
+FLOAT32 = {
+    "sft": (SFTTrainer, SFTConfig, {}, {"train_dataset": texts()}),
+    "dpo": (DPOTrainer, DPOConfig, {}, {"train_dataset": pairs()}),
+    # TRL's alpha divergence has no float64.
+    "dpo, alpha": (DPOTrainer, DPOConfig, {"f_divergence_type": "alpha_divergence"}, {"train_dataset": pairs()}),
+    "dpo, WPO": (DPOTrainer, DPOConfig, {"use_weighting": True}, {"train_dataset": pairs()}),
+    "grpo": (
+        GRPOTrainer,
+        GRPOConfig,
+        {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 9, "entropy_coef": 0.1},
+        {"train_dataset": prompts(), "reward_funcs": reward},
+    ),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", FLOAT32)
+def test_float32_against_stock_as_it_is(tmp_path, name, method, saved_model):
+    stock, config, options, inputs = FLOAT32[name]
+    arguments = settings(config, tmp_path, **options)
+    assert_equals_stock(stock, arguments, saved_model, dtype=torch.float32, drift=0.01, **inputs, **adapted(method))
