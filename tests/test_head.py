@@ -9,9 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import streamgrad
 from gradients import relative_error
+from streamgrad.head import softmax
+from streamgrad.head.rows import choose_head_chunk
 from streamgrad.profile.live import LiveBytes
 
 # Odd sizes: tokens, width, vocabulary.
@@ -141,6 +144,114 @@ def test_never_more_than_a_chunk_of_logits(function):
     assert live.peak_bytes < 256 * 997 * 4 / 4
 
 
+@pytest.mark.parametrize("function", [streamgrad.linear_cross_entropy, streamgrad.token_logprobs])
+def test_one_chunk_of_logits_lives_at_a_time(function):
+    """In fp64 the reference path works in place, so the peak is a chunk and the exponentials of its log-sum-exp, not two."""
+    hidden, weight, _, targets = operands(bias=False, n=64, e=2, v=2003)
+    chunk_bytes = 8 * 2003 * 8
+    with LiveBytes() as live:
+        torch.autograd.grad(function(hidden, weight, targets, chunk_size=8).sum(), (hidden, weight))
+    assert live.peak_bytes < 1.5 * chunk_bytes + 3 * weight.nbytes
+
+
+class CountedGemms(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.gemms = self.zero_fills = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        self.gemms += name in ("mm", "addmm", "addmm_")
+        result = function(*args, **(kwargs or {}))
+        self.zero_fills += (
+            name in ("zeros_like", "zeros", "new_zeros", "zero_", "fill_") and result.ndim == 2 and result.shape[0] == V
+        )
+        return result
+
+
+@pytest.mark.parametrize(("function", "gemms"), [(streamgrad.linear_cross_entropy, 3), (streamgrad.token_logprobs, 4)])
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_gemms_a_chunk(function, gemms, chunks):
+    """Three where the upstream gradient is known in forward, four where it is not, and no weight's sum starts from zeros."""
+    hidden, weight, _, targets = operands(bias=False)
+    with CountedGemms() as counted:
+        function(hidden, weight, targets, chunk_size=math.ceil(N / chunks)).sum().backward()
+    assert counted.gemms == gemms * chunks
+    assert counted.zero_fills == 0
+
+
+def test_a_single_chunk_of_logprobs_makes_no_fp32_weight():
+    """Nothing scales its gradient later, so that the GEMM may round it; several chunks are summed in fp32."""
+    hidden, weight, _, targets = operands(torch.bfloat16, bias=False, n=8, e=64, v=3001)
+    largest = []
+    for chunk_size in (8, 4):
+        with LiveBytes() as live:
+            streamgrad.token_logprobs(hidden, weight, targets, chunk_size=chunk_size).sum().backward()
+        largest.append(live.largest[0])
+    assert largest == [weight.nbytes, 2 * weight.nbytes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("function", [streamgrad.linear_cross_entropy, streamgrad.token_logprobs])
+@pytest.mark.parametrize("chunk_size", [7, N])
+def test_a_second_backward_with_another_scale(chunk_size, function, dtype):
+    hidden, weight, offset, targets = operands(dtype)
+    value = function(hidden, weight, targets, bias=offset, chunk_size=chunk_size).sum()
+    leaves = (hidden, weight, offset)
+    first = torch.autograd.grad(value, leaves, retain_graph=True)
+    scaled = torch.autograd.grad(4.0 * value, leaves, retain_graph=True)
+    again = torch.autograd.grad(value, leaves)
+    for a, b, c in zip(first, scaled, again, strict=True):
+        assert a.dtype == b.dtype == dtype
+        assert torch.equal(a, c) and torch.equal(4.0 * a, b)
+
+
+@pytest.mark.parametrize("function", [streamgrad.linear_cross_entropy, streamgrad.token_logprobs])
+def test_no_target_means_zero_gradients(function):
+    hidden, weight, offset, targets = operands()
+    value = function(hidden, weight, torch.full_like(targets, -100), bias=offset)
+    for gradient, leaf in zip(gradients_of(value.sum(), (hidden, weight, offset)), (hidden, weight, offset), strict=True):
+        assert gradient.shape == leaf.shape and (gradient == 0).all()
+
+
+def test_auto_chunks():
+    """Within the budget, in whole multiples of 128 and of equal length; between 256 and 4096 tokens."""
+    cpu, gib = torch.device("cpu"), 2**30
+    assert choose_head_chunk(10**6, 151_936, 2, cpu) == 2048
+    assert choose_head_chunk(8192, 151_936, 2, cpu, budget_bytes=16 * gib) == 4096
+    assert choose_head_chunk(9000, 151_936, 2, cpu, budget_bytes=16 * gib) == 3072
+    assert choose_head_chunk(10**6, 151_936, 2, cpu, budget_bytes=gib) == 3456
+    assert choose_head_chunk(10**6, 151_936, 4, cpu, budget_bytes=gib) == 1664
+    assert choose_head_chunk(10**6, 151_936, 2, cpu, budget_bytes=0) == 256
+    assert choose_head_chunk(0, 151_936, 2, cpu, budget_bytes=gib) == choose_head_chunk(7, 1, 2, cpu, budget_bytes=gib) == 256
+    for tokens in (1, 300, 4097, 123_457):
+        chunk = choose_head_chunk(tokens, 32_000, 2, cpu, budget_bytes=gib // 8)
+        assert chunk % 128 == 0 and chunk >= 256 and chunk * 32_000 * 2 <= gib // 8
+
+
+def test_auto_asks_a_gpu_what_is_free(monkeypatch):
+    """An eighth of: free on the device and cached by torch, within the fraction that the process may use."""
+    gib, device = 2**30, torch.device("cuda")
+    sizes = {"mem_get_info": (6 * gib, 80 * gib), "memory_allocated": 60 * gib, "memory_reserved": 62 * gib}
+    sizes["get_per_process_memory_fraction"] = 1.0
+    for name in sizes:
+        monkeypatch.setattr(torch.cuda, name, lambda device, name=name: sizes[name])
+    assert choose_head_chunk(10**6, 2**18, 2, device) == 2048  # (6 + 2) / 8 GiB
+    sizes["get_per_process_memory_fraction"] = 0.8
+    assert choose_head_chunk(10**6, 2**18, 2, device) == 1024  # (64 - 60) / 8 GiB
+    sizes["get_per_process_memory_fraction"] = 0.1
+    assert choose_head_chunk(10**6, 2**18, 2, device) == 256
+
+
+def test_without_working_kernels_torch_takes_over_with_a_warning(monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(softmax.importlib, "import_module", missing)
+    with pytest.warns(UserWarning, match="Triton kernels do not run here.*No module named"):
+        assert softmax._working_kernels.__wrapped__(torch.device("cpu")) is None
+
+
 def test_no_grad_computes_no_gradients():
     hidden, weight, _, targets = operands(torch.float32, bias=False, e=64, v=3001)
     with torch.no_grad(), LiveBytes() as live:
@@ -171,6 +282,7 @@ def test_bf16_is_as_accurate_as_torch_on_bf16_logits(function):
         ({"targets": torch.zeros(N)}, TypeError, "int64"),
         ({"weight": torch.zeros(V, E + 1, dtype=torch.float64)}, ValueError, "width"),
         ({"chunk_size": 0}, ValueError, "chunk_size=0"),
+        ({"chunk_size": "large"}, ValueError, "chunk_size='large'.*\"auto\""),
         ({"temperature": 0.0}, ValueError, "temperature=0.0 must be positive"),
         ({"softcap": -1.0}, ValueError, "softcap=-1.0"),
     ],

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 import streamgrad
+from streamgrad.bench import head as head_bench
 from streamgrad.bench import linear
 from streamgrad.bench import step as step_bench
 from streamgrad.bench.records import RESULTS, append_records
@@ -90,10 +91,7 @@ def bench_linear(
 
     `python -m streamgrad bench linear --paper`
     """
-    has_cuda = torch.cuda.is_available()
-    if device == Device.cuda and not has_cuda:
-        raise ValueError("--device cuda needs a GPU that torch can see, and it sees none. Pass --device cpu.")
-    target = torch.device(device or ("cuda" if has_cuda else "cpu"))
+    target = _device(device)
     if paper:
         if (rows, width, dtype) != (None, None, None):
             raise ValueError("--paper sets --rows, --width and --dtype itself. Leave those out, or leave --paper out.")
@@ -110,6 +108,44 @@ def bench_linear(
     console.print(_linear_table(rows_done))
     if paper:
         console.print(linear.PAPER_NOTE)
+    console.print(f"Records appended to {out}", soft_wrap=True)
+
+
+@bench.command("head")
+def bench_head(
+    tokens: Annotated[int | None, typer.Option(min=1, help="Rows of hidden states.", show_default="8192; 512 on a CPU")] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="Of the model.", show_default="4096; 64 on a CPU")] = None,
+    vocabulary: Annotated[int | None, typer.Option(min=1, help="Logits a token.", show_default="151936; 4000 on a CPU")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Of both operands.", show_default="bfloat16; float32 on a CPU")] = None,
+    device: Annotated[Device | None, typer.Option(help="Where to run.", show_default="cuda if there is one, else cpu")] = None,
+    chunk_size: Annotated[str, typer.Option(help="streamgrad's: tokens that have logits at a time, or auto.")] = "auto",
+    runs: Annotated[int, typer.Option(min=1, help="Timed steps after the warm-up; the median counts.")] = 10,
+    out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = head_bench.RESULTS,
+) -> None:
+    """Cross entropy and token log-probabilities of a linear head, forward and backward, beside the bare GEMMs.
+
+    **Examples**
+
+    `python -m streamgrad bench head`
+
+    `python -m streamgrad bench head --tokens 16384 --width 2560 --chunk-size 2048`
+    """
+    target = _device(device)
+    on_gpu = target.type == "cuda"
+    default = head_bench.GPU_SHAPE if on_gpu else head_bench.CPU_SHAPE
+    records = []
+    console = Console()
+    with console.status("Measuring ..."):
+        for record in head_bench.measure_head(
+            shape=head_bench.Shape(tokens or default.tokens, width or default.width, vocabulary or default.vocabulary),
+            device=target,
+            dtype=getattr(torch, dtype or (Dtype.bfloat16 if on_gpu else Dtype.float32)),
+            chunk_size=int(chunk_size) if chunk_size.isdecimal() else chunk_size,
+            runs=runs,
+        ):
+            append_records(out, [record])
+            records.append(record)
+    console.print(_head_table(records))
     console.print(f"Records appended to {out}", soft_wrap=True)
 
 
@@ -148,6 +184,34 @@ def bench_step(
         console.print(f"{record.method} at {record.seq_len:,}: {record.error or f'{record.step_ms:,.0f} ms'}")
     console.print(_step_table(records))
     console.print(f"Records appended to {out}", soft_wrap=True)
+
+
+def _device(asked: Device | None) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if asked == Device.cuda and not has_cuda:
+        raise ValueError("--device cuda needs a GPU that torch can see, and it sees none. Pass --device cpu.")
+    return torch.device(asked or ("cuda" if has_cuda else "cpu"))
+
+
+def _head_table(records: list[head_bench.HeadRecord]) -> Table:
+    """A row per objective and method, with the time relative to the bare GEMMs' and to plain torch's."""
+    first = records[0]
+    shape = "[{tokens} x {width}] x {vocabulary}".format(**first.shape)
+    table = Table(title=f"Head {shape}, {first.dtype}, forward + backward, {first.device}", title_justify="left")
+    for name in ("objective", "method", "step", "above inputs and gradients", "against bare GEMMs", "against torch"):
+        table.add_column(name, justify="left" if name in ("objective", "method") else "right")
+    times = {(record.objective, record.method): record.step_ms for record in records}
+    for record in records:
+        if record.step_ms is None or record.peak_bytes is None:
+            table.add_row(record.objective, record.method, record.error, "-", "-", "-")
+            continue
+        ratios = []
+        for base in (head_bench.GEMMS, "torch"):
+            base_ms = times[record.objective, base]
+            ratios.append("-" if base_ms is None else f"{record.step_ms / base_ms:.2f}x")
+        peak = f"{record.peak_bytes / 2**30:.2f} GiB" if record.peak_bytes >= 2**28 else f"{record.peak_bytes / 2**20:.2f} MiB"
+        table.add_row(record.objective, record.method, f"{record.step_ms:,.2f} ms", peak, *ratios)
+    return table
 
 
 def _step_table(records: list[step_bench.StepRecord]) -> Table:

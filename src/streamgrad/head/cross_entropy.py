@@ -9,7 +9,7 @@ Shapes: N tokens, V vocabulary, E model width.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     temperature: float = 1.0,
-    chunk_size: int | Literal["auto"] = "auto",
+    chunk_size: int | str = "auto",
 ) -> Tensor:
     """Equals, without ever holding all logits:
 

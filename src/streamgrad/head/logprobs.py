@@ -8,7 +8,7 @@ Shapes: N tokens, V vocabulary, E model width.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ def token_logprobs(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     ignore_index: int = -100,
-    chunk_size: int | Literal["auto"] = "auto",
+    chunk_size: int | str = "auto",
     return_entropy: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Equals, without ever holding all logits:

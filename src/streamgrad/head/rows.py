@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,11 +23,12 @@ class TargetRows:
     """
 
     def __init__(
-        self, targets_N: Tensor, *, vocabulary: int, ignore_index: int, chunk_size: int | Literal["auto"], itemsize: int = 4
+        self, targets_N: Tensor, *, vocabulary: int, ignore_index: int, chunk_size: int | str, itemsize: int = 4
     ) -> None:
-        if isinstance(chunk_size, str) and chunk_size != "auto":
-            raise ValueError(f'chunk_size={chunk_size!r} is not a choice. Pass a number of tokens, or "auto".')
-        if chunk_size != "auto" and chunk_size < 1:
+        if isinstance(chunk_size, str):
+            if chunk_size != "auto":
+                raise ValueError(f'chunk_size={chunk_size!r} is not a choice. Pass a number of tokens, or "auto".')
+        elif chunk_size < 1:
             raise ValueError(f'chunk_size={chunk_size} leaves no tokens in a chunk. Pass at least 1, or "auto".')
         self.targets_N = targets_N
         has_target_N = targets_N != ignore_index
@@ -44,7 +44,7 @@ class TargetRows:
             )
         self.count: int = count
         self.chunk_size: int = (
-            choose_head_chunk(count, vocabulary, itemsize, targets_N.device) if chunk_size == "auto" else chunk_size
+            choose_head_chunk(count, vocabulary, itemsize, targets_N.device) if isinstance(chunk_size, str) else chunk_size
         )
         self._rows_N = None if count == len(targets_N) else has_target_N.nonzero().squeeze(1)
 

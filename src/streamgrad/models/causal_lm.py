@@ -180,6 +180,8 @@ class _HeadJob:
             vocabulary=self._vocabulary(),
             ignore_index=ignore_index,
             chunk_size=self.stream.config.head_chunk_size,
+            # A head that is differentiated by autograd has logits in its own dtype and fp32, log-probabilities and gradients.
+            itemsize=hidden.element_size() if is_linear else 16,
         )
         if is_linear:
             total, count = summed_cross_entropy(hidden_NE, self.head.weight, self.head.bias, rows, self.stream.logit_map)
