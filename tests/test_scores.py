@@ -92,6 +92,7 @@ def test_no_target_at_all():
 def test_under_autocast_the_weight_gradient_keeps_its_precision():
     """fp32 weights under bf16 autocast: the product is bf16, the sum over tokens is not rounded to it."""
     hidden, weight, bias, targets = operands(torch.float32, n=999)
+    targets[::4] = -100
     upstream = torch.linspace(-1, 1, 999)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         scores = token_scores(hidden, weight, targets, bias=bias, fields=FIELDS, chunk_size=10)
@@ -124,6 +125,5 @@ def test_no_tensor_of_tokens_times_vocabulary():
 )
 def test_bad_input(options, words):
     hidden, weight, _, targets = operands()
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=".*".join(words)):
         token_scores(hidden, weight, targets, **options)
-    assert all(word in str(error.value) for word in words)

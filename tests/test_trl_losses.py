@@ -43,7 +43,7 @@ def assert_equals_stock(stock, arguments, model, *, dtype=torch.float64, chunk=7
 
     Returns the metrics.
     """
-    tolerance = tolerance or {torch.float64: 1e-10, torch.float32: 1e-6}[dtype]
+    tolerance = tolerance or {torch.float64: 1e-10, torch.float32: 1e-5}[dtype]
     results = []
     for kind, extra in ((stock, {}), (STREAMED[stock], {"stream": StreamConfig(chunk_size=chunk, head_chunk_size=chunk)})):
         given = {name: value() if callable(value) and name != "reward_funcs" else value for name, value in inputs.items()}
@@ -55,6 +55,10 @@ def assert_equals_stock(stock, arguments, model, *, dtype=torch.float64, chunk=7
             results.append(first_step(trainer, drift=drift))
     (expected, expected_metrics), (actual, metrics) = results
     assert_same_step(actual, expected, tolerance)
+    if dtype == torch.float32:
+        # The worst of all gradients is a draw of rounding noise, which DPO's difference of two sums enlarges.
+        tolerance = 1e-6
+        torch.testing.assert_close(actual.loss, expected.loss, rtol=tolerance, atol=0.0)
     assert metrics == pytest.approx(expected_metrics, rel=tolerance, abs=tolerance)
     return metrics
 

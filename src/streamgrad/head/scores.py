@@ -63,9 +63,11 @@ def token_scores(
         vocabulary=weight.shape[0],
         ignore_index=ignore_index,
         chunk_size=chunk_size,
-        itemsize=hidden.element_size(),
+        itemsize=as_autocast(hidden_NE[:0]).element_size(),
     )
-    values = _TokenScores.apply(hidden_NE, weight, bias, rows, logit_map or LogitMap(), label_smoothing, frozenset(fields))
+    values = _TokenScores.apply(
+        as_autocast(hidden_NE), weight, bias, rows, logit_map or LogitMap(), label_smoothing, frozenset(fields)
+    )
     return {field: value.view(targets.shape) for field, value in zip(FIELDS, values, strict=True) if value is not None}
 
 
@@ -81,17 +83,15 @@ class _TokenScores(torch.autograd.Function):
         smoothing: float,
         fields: frozenset[str],
     ) -> tuple[Tensor | None, ...]:
-        # Cast in here, not before: so the weight's gradient is not rounded to the autocast dtype on its way out.
-        ctx.dtype = as_autocast(hidden_NE[:0]).dtype
-        head = _cast_head(weight_VE, bias_V, logit_map, ctx.dtype)
-        lse_N = hidden_NE.new_zeros(len(hidden_NE), dtype=accumulator_dtype(ctx.dtype))
+        head = _head_for(hidden_NE, weight_VE, bias_V, logit_map)
+        lse_N = hidden_NE.new_zeros(len(hidden_NE), dtype=accumulator_dtype(hidden_NE.dtype))
         scores = {field: torch.zeros_like(lse_N) for field in FIELDS if field in fields or field == "log_probs"}
         if "is_top1" in scores:
             scores["is_top1"] = scores["is_top1"].bool()
         with torch.autocast(hidden_NE.device.type, enabled=False):
             for places, targets_N in rows.chunks():
                 chunk_lse_N, chunk_scores = _scores_of(
-                    head.product(hidden_NE[places].to(ctx.dtype)), targets_N, logit_map, smoothing, scores.keys()
+                    head.product(hidden_NE[places]), targets_N, logit_map, smoothing, scores.keys()
                 )
                 lse_N[places] = chunk_lse_N
                 for field, values_N in chunk_scores.items():
@@ -111,7 +111,7 @@ class _TokenScores(torch.autograd.Function):
         hidden_NE, weight_VE, bias_V, lse_N, entropy_N = ctx.saved_tensors
         if dlogprobs_N is None:
             dlogprobs_N = torch.zeros_like(lse_N)
-        head, rows, wants = _cast_head(weight_VE, bias_V, ctx.logit_map, ctx.dtype), ctx.rows, ctx.needs_input_grad
+        head, rows, wants = _head_for(hidden_NE, weight_VE, bias_V, ctx.logit_map), ctx.rows, ctx.needs_input_grad
         gradients = HeadGradients(
             hidden_NE,
             head,
@@ -119,10 +119,10 @@ class _TokenScores(torch.autograd.Function):
             weight=wants[1],
             bias=wants[2],
             skips_rows=rows.skips_some,
-            at_once=rows.count <= rows.chunk_size and weight_VE.dtype == ctx.dtype,
+            at_once=rows.count <= rows.chunk_size and weight_VE.dtype == hidden_NE.dtype,
         )
         for places, targets_N in rows.chunks():
-            chunk_NE = hidden_NE[places].to(ctx.dtype)
+            chunk_NE = hidden_NE[places]
             entropies = () if dentropy_N is None else (entropy_N[places], dentropy_N[places])
             given = (targets_N, ctx.logit_map, lse_N[places], dlogprobs_N[places], *entropies)
             # Nothing in this frame names the logits, or they would live on beside those of the next chunk.
@@ -139,8 +139,9 @@ class _TokenScores(torch.autograd.Function):
         return *cast, None, None, None, None
 
 
-def _cast_head(weight_VE: Tensor, bias_V: Tensor | None, logit_map: LogitMap, dtype: torch.dtype) -> LinearHead:
-    return LinearHead(weight_VE.to(dtype), None if bias_V is None else bias_V.to(dtype), logit_map)
+def _head_for(hidden_NE: Tensor, weight_VE: Tensor, bias_V: Tensor | None, logit_map: LogitMap) -> LinearHead:
+    """The head in the dtype of the hidden states; cast in here, so that the weight's gradient leaves in the weight's own."""
+    return LinearHead(weight_VE.to(hidden_NE.dtype), None if bias_V is None else bias_V.to(hidden_NE.dtype), logit_map)
 
 
 def _scores_of(
