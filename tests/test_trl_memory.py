@@ -1,4 +1,4 @@
-"""No tensor of (tokens x vocabulary) elements in a run of TRL's trainers with streamed models: counted, operation by operation."""
+"""No tensor of (tokens x vocabulary) elements in a run of TRL's trainers with streamed models: each allocation is counted."""
 
 from __future__ import annotations
 

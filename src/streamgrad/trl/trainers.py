@@ -6,6 +6,7 @@ Everything a trainer does is TRL's own code. What differs is one function, which
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -19,20 +20,18 @@ from streamgrad.trl.scoring import streamed_head_in
 class _Streamed:
     """What the trainers share; `stock` is the trainer of TRL's that follows in the method resolution order."""
 
-    stock: type
+    stock: Any
 
     def __init__(self, *args: Any, stream: StreamConfig | None = None, **kwargs: Any) -> None:
-        with streamed_head_in(self.stock, stream):
-            super().__init__(*args, **kwargs)
-        self._refuse_what_cannot_be_streamed()
-
-    def _refuse_what_cannot_be_streamed(self) -> None:
-        trainer: Any = self
-        if getattr(trainer.args, "activation_offloading", False):
+        arguments = inspect.signature(self.stock.__init__).bind_partial(self, *args, **kwargs).arguments.get("args")
+        if getattr(arguments, "activation_offloading", False):
             raise ValueError(
                 "activation_offloading=True moves every tensor that autograd keeps to the host, also those that a streamed layer "
                 'makes and drops within its own backward. Leave it False; stream=StreamConfig(offload="host") moves what is kept.'
             )
+        with streamed_head_in(self.stock, stream):
+            super().__init__(*args, **kwargs)
+        trainer: Any = self
         if trainer.aux_loss_enabled:
             raise ValueError(
                 f"router_aux_loss_coef={trainer.router_aux_loss_coef} asks for the load-balancing loss of a mixture of experts, "
