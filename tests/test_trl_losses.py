@@ -158,7 +158,7 @@ GRPO = {
     "clip higher": {"epsilon": 0.1, "epsilon_high": 0.3},
     "delta": {"delta": 1.3},
     "KL": {"beta": 0.1},
-    "KL, corrected": {"beta": 0.1, "use_bias_correction_kl": True},
+    "KL, not corrected": {"beta": 0.1, "use_bias_correction_kl": False},
     "entropy bonus": {"entropy_coef": 0.1},
     "adaptive entropy": {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 5.0},
     "top entropy": {"top_entropy_quantile": 0.4},

@@ -1,0 +1,236 @@
+"""Direct preference optimization: of two answers to a prompt, prefer the chosen one more than a reference model does.
+
+Sequence values come first, `logp = sum_t log p_t` over an answer's tokens, then one loss a pair. So the gradient of every token's
+log-probability is known only after both answers have been seen; `streamgrad.token_logprobs` is differentiable at any batch size,
+and the two answers of a pair may differ in length.
+
+Shapes: B pairs, T tokens of an answer (another T for the other answer).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from streamgrad.objectives.checks import check_choice, check_shape
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """What the losses are functions of; w is the chosen answer, l the rejected one."""
+
+    logps_w: Tensor  # log pi(y_w)
+    logps_l: Tensor
+    ref_w: Tensor  # log pi_ref(y_w)
+    ref_l: Tensor
+    score_w: Tensor  # f'(pi / pi_ref) of the chosen answer; its log-ratio for the reverse KL
+    score_l: Tensor
+    length_w: Tensor
+    length_l: Tensor
+    nll_w: Tensor  # mean negative log-likelihood of all chosen tokens
+    beta: float
+    smoothing: float
+    tau: float
+
+    @property
+    def ratio_w(self) -> Tensor:
+        return self.logps_w - self.ref_w
+
+    @property
+    def ratio_l(self) -> Tensor:
+        return self.logps_l - self.ref_l
+
+    @property
+    def margin(self) -> Tensor:
+        """beta (score_w - score_l)."""
+        return self.beta * (self.score_w - self.score_l)
+
+    @property
+    def mean_difference(self) -> Tensor:
+        """The difference of scores per token."""
+        return self.score_w / self.length_w - self.score_l / self.length_l
+
+
+def _exo_pair(p: Pairs) -> Tensor:
+    # KL between the policy's preference (sigmoid of the margin) and the labels' (1 - s, s).
+    log_w, log_l = logsigmoid(p.margin), logsigmoid(-p.margin)
+    return log_w.exp() * (log_w - math.log1p(-p.smoothing)) + log_l.exp() * (log_l - math.log(p.smoothing))
+
+
+def _smoothed(p: Pairs, delta: Tensor) -> Tensor:
+    return -(1 - p.smoothing) * logsigmoid(p.beta * delta) - p.smoothing * logsigmoid(-p.beta * delta)
+
+
+def _discopop(p: Pairs) -> Tensor:
+    share = torch.sigmoid(p.margin / p.tau)
+    return -logsigmoid(p.margin) * (1 - share) + torch.exp(-p.margin) * share
+
+
+# Each gives one loss a pair; the equations are in the docstring of `dpo_loss`.
+LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
+    "sigmoid": lambda p: -logsigmoid(p.margin),
+    "sigmoid_norm": lambda p: -logsigmoid(p.beta * p.mean_difference),
+    "hinge": lambda p: torch.relu(1 - p.margin),
+    "ipo": lambda p: (p.mean_difference - 1 / (2 * p.beta)) ** 2,
+    "exo_pair": _exo_pair,
+    "nca_pair": lambda p: (
+        -logsigmoid(p.beta * p.ratio_w) - 0.5 * logsigmoid(-p.beta * p.ratio_w) - 0.5 * logsigmoid(-p.beta * p.ratio_l)
+    ),
+    "robust": lambda p: (
+        (-(1 - p.smoothing) * logsigmoid(p.margin) + p.smoothing * logsigmoid(-p.margin)) / (1 - 2 * p.smoothing)
+    ),
+    "bco_pair": lambda p: -logsigmoid(p.beta * p.ratio_w) - logsigmoid(-p.beta * p.ratio_l),
+    "sppo_hard": lambda p: (p.ratio_w - 0.5 / p.beta) ** 2 + (p.ratio_l + 0.5 / p.beta) ** 2,
+    "aot": lambda p: _smoothed(p, (p.logps_w - p.logps_l).sort(dim=0).values - (p.ref_w - p.ref_l).sort(dim=0).values),
+    "aot_unpaired": lambda p: _smoothed(p, p.ratio_w.sort(dim=0).values - p.ratio_l.sort(dim=0).values),
+    "apo_zero": lambda p: 1 - torch.sigmoid(p.beta * p.ratio_w) + torch.sigmoid(p.beta * p.ratio_l),
+    "apo_down": lambda p: torch.sigmoid(p.beta * p.ratio_w) + 1 - torch.sigmoid(p.beta * (p.ratio_w - p.ratio_l)),
+    "discopop": _discopop,
+    "sft": lambda p: p.nll_w.expand_as(p.logps_w),
+}  # fmt: skip
+
+DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
+# Only in a difference of scores does the partition function of another divergence cancel.
+_OF_ANY_DIVERGENCE = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
+
+
+def dpo_loss(
+    chosen_logprobs: Tensor,
+    rejected_logprobs: Tensor,
+    ref_chosen_logprobs: Tensor | None,
+    ref_rejected_logprobs: Tensor | None,
+    chosen_mask: Tensor,
+    rejected_mask: Tensor,
+    *,
+    loss_type: str | Sequence[str] = "sigmoid",
+    loss_weights: Sequence[float] | None = None,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    f_divergence_type: str = "reverse_kl",
+    f_alpha_divergence_coef: float = 0.5,
+    ld_alpha: float | None = None,
+    discopop_tau: float = 0.05,
+    chosen_log_sum_sq_probs: Tensor | None = None,
+    rejected_log_sum_sq_probs: Tensor | None = None,
+) -> Tensor:
+    """The mean over pairs of the loss named by `loss_type`; several names are added with `loss_weights` (1.0 each).
+
+    With r = log pi(y) - log pi_ref(y), s = f'(pi / pi_ref) (which is r for the reverse KL), w chosen, l rejected,
+    m = beta (s_w - s_l), d = s_w / |y_w| - s_l / |y_l|, e = label_smoothing, S = sigmoid:
+
+        sigmoid        -log S(m)                                         hinge         max(0, 1 - m)
+        sigmoid_norm   -log S(beta d)                                    ipo           (d - 1 / (2 beta))^2
+        exo_pair       KL((S(m), S(-m)) || (1 - e, e))                   robust        (-(1-e) log S(m) + e log S(-m)) / (1 - 2e)
+        nca_pair       -log S(beta r_w) - (log S(-beta r_w) + log S(-beta r_l)) / 2
+        bco_pair       -log S(beta r_w) - log S(-beta r_l)               sppo_hard     (r_w - 1/(2 beta))^2 + (r_l + 1/(2 beta))^2
+        aot            -(1-e) log S(beta a) - e log S(-beta a),  a = sort(log pi_w - log pi_l) - sort(the same of the reference)
+        aot_unpaired   the same with a = sort(r_w) - sort(r_l)           apo_zero      1 - S(beta r_w) + S(beta r_l)
+        apo_down       S(beta r_w) + 1 - S(beta (r_w - r_l))             sft           -mean log pi of the chosen tokens
+        discopop       (1-q) (-log S(m)) + q e^-m,  q = S(m / tau)
+
+    Args:
+        chosen_logprobs, rejected_logprobs: (B, T), by the policy; the two may have different T.
+        ref_chosen_logprobs, ref_rejected_logprobs: the same by the reference; both None for a loss without one (log pi_ref = 0).
+        chosen_mask, rejected_mask: (B, T), true for the tokens of the answer.
+        f_divergence_type: s is r ("reverse_kl"), 1 - e^-r ("forward_kl"), log 2 + log S(r) ("js_divergence") or, with
+            a = `f_alpha_divergence_coef`, (e^((a-1) r) - 1) / (a - 1) ("alpha_divergence").
+        ld_alpha: weight of the tokens of the longer answer beyond the length of the shorter (LD-DPO, arXiv 2409.06411).
+        chosen_log_sum_sq_probs, rejected_log_sum_sq_probs: (B, T), log sum_v p_v^2 of each token's distribution. Given, a pair
+            is weighted by exp(mean_t(log p_t - log sum_v p_v^2)) of both answers, without gradient (WPO, arXiv 2406.11827).
+    """
+    names = [loss_type] if isinstance(loss_type, str) else list(loss_type)
+    weights = [1.0] * len(names) if loss_weights is None else list(loss_weights)
+    _check_options(names, weights, label_smoothing, f_divergence_type, wpo=chosen_log_sum_sq_probs is not None)
+    _check_answers("chosen", chosen_logprobs, chosen_mask, ref_chosen_logprobs, chosen_log_sum_sq_probs)
+    _check_answers("rejected", rejected_logprobs, rejected_mask, ref_rejected_logprobs, rejected_log_sum_sq_probs)
+    _check_both("ref_{}_logprobs", ref_chosen_logprobs, ref_rejected_logprobs)
+    _check_both("{}_log_sum_sq_probs", chosen_log_sum_sq_probs, rejected_log_sum_sq_probs)
+    if len(chosen_logprobs) != len(rejected_logprobs):
+        raise ValueError(f"{len(chosen_logprobs)} chosen answers but {len(rejected_logprobs)} rejected ones: pass pairs.")
+
+    shared = torch.minimum(chosen_mask.sum(dim=1), rejected_mask.sum(dim=1))
+
+    def logp(logprobs_BT: Tensor | None, mask_BT: Tensor) -> Tensor:
+        """log pi(y); 0 without a model."""
+        if logprobs_BT is None:
+            return torch.zeros(len(mask_BT), dtype=chosen_logprobs.dtype, device=chosen_logprobs.device)
+        if ld_alpha is None:
+            return (logprobs_BT * mask_BT).sum(dim=1)
+        beyond_BT = mask_BT.cumsum(dim=1) > shared.unsqueeze(1)
+        return (torch.where(beyond_BT, ld_alpha * logprobs_BT, logprobs_BT) * mask_BT).sum(dim=1)
+
+    logps_w, logps_l = logp(chosen_logprobs, chosen_mask), logp(rejected_logprobs, rejected_mask)
+    ref_w, ref_l = logp(ref_chosen_logprobs, chosen_mask), logp(ref_rejected_logprobs, rejected_mask)
+    pairs = Pairs(
+        logps_w=logps_w,
+        logps_l=logps_l,
+        ref_w=ref_w,
+        ref_l=ref_l,
+        score_w=_score(logps_w - ref_w, f_divergence_type, f_alpha_divergence_coef),
+        score_l=_score(logps_l - ref_l, f_divergence_type, f_alpha_divergence_coef),
+        length_w=chosen_mask.sum(dim=1).clamp(min=1),
+        length_l=rejected_mask.sum(dim=1).clamp(min=1),
+        nll_w=-(chosen_logprobs * chosen_mask).sum() / chosen_mask.sum().clamp(min=1),
+        beta=beta,
+        smoothing=label_smoothing,
+        tau=discopop_tau,
+    )
+    losses = [weight * LOSSES[name](pairs) for name, weight in zip(names, weights, strict=True)]
+    per_pair = torch.stack(losses).sum(dim=0)
+    if chosen_log_sum_sq_probs is not None and rejected_log_sum_sq_probs is not None:
+        per_pair = per_pair * _wpo_weight(chosen_logprobs, chosen_log_sum_sq_probs, chosen_mask)
+        per_pair = per_pair * _wpo_weight(rejected_logprobs, rejected_log_sum_sq_probs, rejected_mask)
+    return per_pair.mean()
+
+
+def _check_options(names: list[str], weights: list[float], smoothing: float, divergence: str, *, wpo: bool) -> None:
+    for name in names:
+        check_choice("loss_type", name, LOSSES)
+    check_choice("f_divergence_type", divergence, DIVERGENCES)
+    if len(weights) != len(names):
+        raise ValueError(f"{len(weights)} loss_weights for {len(names)} losses: pass one weight for each of {names}.")
+    if divergence != "reverse_kl" and not set(names) <= _OF_ANY_DIVERGENCE:
+        raise ValueError(
+            f"f_divergence_type={divergence!r} is defined for differences of scores only, not for all of loss_type={names}. Pass "
+            f"'reverse_kl', or losses among {', '.join(sorted(_OF_ANY_DIVERGENCE))}."
+        )
+    if "exo_pair" in names and not 0.0 < smoothing < 1.0:
+        raise ValueError(f"exo_pair takes the logarithm of label_smoothing={smoothing}. Pass one in (0, 1), such as 1e-3.")
+    if "robust" in names and not 0.0 <= smoothing < 0.5:
+        raise ValueError(f"robust divides by 1 - 2 * label_smoothing, with label_smoothing={smoothing}. Pass one in [0, 0.5).")
+    if wpo and {"aot", "aot_unpaired"} & set(names):
+        raise ValueError("aot sorts its pairs, so weights of pairs (log_sum_sq_probs) have none to belong to. Leave them out.")
+
+
+def _check_answers(side: str, logprobs: Tensor, mask: Tensor, ref: Tensor | None, log_sum_sq_probs: Tensor | None) -> None:
+    for name, tensor in ((f"{side}_mask", mask), (f"ref_{side}_logprobs", ref), (f"{side}_log_sum_sq_probs", log_sum_sq_probs)):
+        check_shape(name, tensor, logprobs, f"{side}_logprobs")
+
+
+def _check_both(name: str, chosen: Tensor | None, rejected: Tensor | None) -> None:
+    if (chosen is None) != (rejected is None):
+        given, missing = ("chosen", "rejected") if rejected is None else ("rejected", "chosen")
+        raise ValueError(f"{name.format(given)} is given but {name.format(missing)} is None. Pass both, or neither.")
+
+
+def _score(ratio: Tensor, divergence: str, alpha: float) -> Tensor:
+    """f'(pi / pi_ref), from the log-ratio."""
+    if divergence == "forward_kl":
+        return 1 - torch.exp(-ratio)
+    if divergence == "js_divergence":
+        return math.log(2) + logsigmoid(ratio)
+    if divergence == "alpha_divergence" and abs(alpha - 1.0) >= 1e-6:
+        # Beyond e^80 the score would leave fp32; there it is constant.
+        return torch.expm1(((alpha - 1.0) * ratio).clamp(max=80.0)) / (alpha - 1.0)
+    return ratio
+
+
+def _wpo_weight(logprobs_BT: Tensor, log_sum_sq_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    with torch.no_grad():
+        aligned = ((logprobs_BT - log_sum_sq_BT) * mask_BT).sum(dim=1) / mask_BT.sum(dim=1).clamp(min=1)
+        return aligned.exp()

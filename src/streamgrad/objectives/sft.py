@@ -1,0 +1,35 @@
+"""Supervised fine-tuning: how likely the tokens of a text are.
+
+Shapes: B sequences, T tokens.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from streamgrad.objectives.checks import check_choice, check_shape
+
+LOSSES = ("nll", "dft")
+
+
+def sft_loss(logprobs: Tensor, mask: Tensor, *, loss_type: str = "nll", num_items: Tensor | float | None = None) -> Tensor:
+    """With `N = num_items`, or the number of tokens in the mask:
+
+        nll    -1/N sum_t log p_t
+        dft    -1/N sum_t sg(p_t) log p_t      (arXiv 2508.05629; sg: no gradient)
+
+    Args:
+        logprobs: (B, T), of each token given those before it.
+        mask: (B, T), true for the tokens that count.
+        num_items: the tokens of the whole batch, where this is one micro-batch of it.
+
+    Without any token the loss is 0, with zero gradient.
+    """
+    check_choice("loss_type", loss_type, LOSSES)
+    check_shape("mask", mask, logprobs, "logprobs")
+    per_token_BT = -logprobs
+    if loss_type == "dft":
+        per_token_BT = per_token_BT * logprobs.detach().exp()
+    total = (per_token_BT * mask).sum()
+    count = mask.sum() if num_items is None else num_items
+    return total / (count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1))
