@@ -14,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import streamgrad
 from gradients import relative_error
 from streamgrad.head import softmax
-from streamgrad.head.rows import choose_head_chunk
+from streamgrad.head.cross_entropy import summed_cross_entropy
+from streamgrad.head.logits import LogitMap
+from streamgrad.head.rows import TargetRows, choose_head_chunk
 from streamgrad.profile.live import LiveBytes
 
 # Odd sizes: tokens, width, vocabulary.
@@ -273,6 +275,33 @@ def test_bf16_is_as_accurate_as_torch_on_bf16_logits(function):
         for index, side in enumerate((plain, ours)):
             squares[index] += sum(relative_error(a, b) ** 2 for a, b in zip(side, truth, strict=True))
     assert math.sqrt(squares[1] / squares[0]) <= 1.02
+
+
+@pytest.mark.parametrize("items", [None, 1000], ids=["mean", "items"])
+@pytest.mark.parametrize("spread", [0.02, 1.0])
+def test_16_bit_gradients_are_rounded_once(spread, items):
+    """Hidden states' and weight's each: as far from the truth as plain bf16's, for divisors that are no powers of two."""
+    squares = [[0.0, 0.0], [0.0, 0.0]]
+    for seed, n in enumerate((300, 387, 400)):
+        hidden, weight, _, targets = operands(torch.bfloat16, bias=False, seed=seed, n=n, e=32, v=101)
+        with torch.no_grad():
+            weight.mul_(spread)
+        exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+        divisor = items or n
+        truth, plain = (
+            gradients_of(F.cross_entropy(logits, targets, reduction="sum") / divisor, leaves)
+            for logits, leaves in ((F.linear(*exact), exact), (F.linear(hidden, weight).float(), (hidden, weight)))
+        )
+        rows = TargetRows(targets, vocabulary=101, ignore_index=-100, chunk_size=64)
+        total, _ = summed_cross_entropy(
+            hidden, weight, None, rows, LogitMap(), divisor=None if items is None else torch.tensor(items)
+        )
+        ours = gradients_of(total / divisor, (hidden, weight))
+        for side, gradients in enumerate((plain, ours)):
+            for index in range(2):
+                squares[index][side] += relative_error(gradients[index], truth[index]) ** 2
+    for plain_square, our_square in squares:
+        assert math.sqrt(our_square / plain_square) <= 1.02
 
 
 @pytest.mark.parametrize(

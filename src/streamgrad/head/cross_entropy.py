@@ -1,8 +1,11 @@
 """Cross entropy of a linear head in one pass: three GEMMs a chunk, and never more than one chunk of logits.
 
-The loss is linear in its upstream gradient, so forward computes the gradient for an upstream gradient of 1 while the chunk's
-logits are there, turns them into their own gradient in place, and backward only scales. What is kept unscaled is the gradient
-of the SUM: entries of order 1, which fp16 can hold; the mean's would vanish in it.
+The loss is linear in its upstream gradient, so forward computes the gradient for an upstream gradient that it chooses, while the
+chunk's logits are there, by turning them into their own gradient in place; backward only scales.
+
+The one chosen is the mantissa m of `1 / divisor = m 2^k`, where the sum is to be divided by `divisor`. It is of order 1, so that
+fp16 can hold what is kept, where the gradient of a mean would vanish; and backward is left with a power of two, which rounds nothing
+a second time. Only an upstream gradient that is no power of two rounds the gradient of 16-bit hidden states once more.
 
 Shapes: N tokens, V vocabulary, E model width.
 """
@@ -56,7 +59,8 @@ def linear_cross_entropy(
         chunk_size=chunk_size,
         itemsize=hidden.element_size(),
     )
-    total, count = summed_cross_entropy(hidden_NE, weight, bias, rows, logit_map)
+    divisor = 1 if reduction == "sum" else None
+    total, count = summed_cross_entropy(hidden_NE, weight, bias, rows, logit_map, divisor=divisor)
     return total if reduction == "sum" else mean_of(total, count)
 
 
@@ -66,49 +70,75 @@ def mean_of(total: Tensor, count: int) -> Tensor:
 
 
 def summed_cross_entropy(
-    hidden_NE: Tensor, weight_VE: Tensor, bias_V: Tensor | None, rows: TargetRows, logit_map: LogitMap
+    hidden_NE: Tensor,
+    weight_VE: Tensor,
+    bias_V: Tensor | None,
+    rows: TargetRows,
+    logit_map: LogitMap,
+    *,
+    divisor: float | Tensor | None = None,
 ) -> tuple[Tensor, int]:
-    """The sum over the rows that carry a target, and how many they are."""
+    """The sum over the rows that carry a target, and how many they are.
+
+    `divisor` is what the caller is going to divide the sum by, the number of rows unless given: it does not change the value, but
+    lets gradients be rounded once.
+    """
     operands = [None if tensor is None else as_autocast(tensor) for tensor in (hidden_NE, weight_VE, bias_V)]
     if not torch.is_grad_enabled():
         operands = [None if tensor is None else tensor.detach() for tensor in operands]
-    return _SummedCrossEntropy.apply(*operands, rows, logit_map), rows.count
+    expected = (rows.count or 1) if divisor is None else divisor
+    return _SummedCrossEntropy.apply(*operands, rows, logit_map, expected), rows.count
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_NE: Tensor, weight_VE: Tensor, bias_V: Tensor | None, rows: TargetRows, logit_map: LogitMap
+        ctx: Any,
+        hidden_NE: Tensor,
+        weight_VE: Tensor,
+        bias_V: Tensor | None,
+        rows: TargetRows,
+        logit_map: LogitMap,
+        divisor: float | Tensor,
     ) -> Tensor:
         wants = ctx.needs_input_grad[:3]
         head = LinearHead(weight_VE, bias_V, logit_map)
         # Backward will scale these sums, so the weight's stays in fp32 until then.
         gradients = HeadGradients(hidden_NE, head, hidden=wants[0], weight=wants[1], bias=wants[2], skips_rows=rows.skips_some)
         total = torch.zeros((), dtype=accumulator_dtype(hidden_NE.dtype), device=hidden_NE.device)
+        upstream = torch.frexp(torch.ones_like(total) / (divisor.to(total) if isinstance(divisor, Tensor) else divisor)).mantissa
         with torch.autocast(hidden_NE.device.type, enabled=False):
             for places, targets_N in rows.chunks():
-                total += _chunk_total(places, hidden_NE[places], targets_N, head, gradients if any(wants) else None)
+                total += _chunk_total(places, hidden_NE[places], targets_N, head, gradients if any(wants) else None, upstream)
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden_NE, weight_VE, bias_V)]
-        ctx.save_for_backward(gradients.hidden_NE, gradients.weight_VE, gradients.bias_V)
+        ctx.save_for_backward(gradients.hidden_NE, gradients.weight_VE, gradients.bias_V, upstream)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+        *sums, upstream = ctx.saved_tensors
+        # One-dimensional, so that a 16-bit sum is multiplied in fp32: by a scalar it would be multiplied in 16 bits.
+        scale_1 = (dtotal / upstream).reshape(1)
         scaled = [
-            None if gradient is None else torch.mul(gradient, dtotal, out=torch.empty_like(gradient, dtype=dtype))
-            for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+            None if total is None else torch.mul(total, scale_1, out=torch.empty_like(total, dtype=dtype))
+            for total, dtype in zip(sums, ctx.dtypes, strict=True)
         ]
-        return *scaled, None, None
+        return *scaled, None, None, None
 
 
 def _chunk_total(
-    places: Tensor | slice, chunk_NE: Tensor, targets_N: Tensor, head: LinearHead, gradients: HeadGradients | None
+    places: Tensor | slice,
+    chunk_NE: Tensor,
+    targets_N: Tensor,
+    head: LinearHead,
+    gradients: HeadGradients | None,
+    upstream: Tensor,
 ) -> Tensor:
     """The chunk's sum; its gradients are added to `gradients`. A function of its own, so that its logits die with it."""
     product_NV = head.product(chunk_NE)
     lse_N, picked_N, _ = token_statistics(product_NV, targets_N, head.logit_map)
     if gradients is not None:
-        dlogprobs_N = torch.full_like(lse_N, -1.0)
+        dlogprobs_N = (-upstream).expand_as(lse_N)
         gradients.add(places, chunk_NE, product_gradient(product_NV, targets_N, head.logit_map, lse_N, dlogprobs_N))
     return (lse_N - picked_N).sum()
