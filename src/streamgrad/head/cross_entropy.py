@@ -4,8 +4,8 @@ The loss is linear in its upstream gradient, so forward computes the gradient fo
 chunk's logits are there, by turning them into their own gradient in place; backward only scales.
 
 The one chosen is the mantissa m of `1 / divisor = m 2^k`, where the sum is to be divided by `divisor`. It is of order 1, so that
-fp16 can hold what is kept, where the gradient of a mean would vanish; and backward is left with a power of two, which rounds nothing
-a second time. Only an upstream gradient that is no power of two rounds the gradient of 16-bit hidden states once more.
+fp16 can hold what is kept, where the gradient of a mean would vanish; and backward is left with a power of two, which rounds
+nothing a second time. Only an upstream gradient that is no power of two rounds the gradient of 16-bit hidden states once more.
 
 Shapes: N tokens, V vocabulary, E model width.
 """
