@@ -111,8 +111,8 @@ def _statistics_kernel(
     row = tl.program_id(0).to(tl.int64)  # row * V passes 2^31
     row_start = product + row * V
     m = -1e30  # finite, so that m - m is a number
-    total = 0.0
-    spread = 0.0
+    total = tl.zeros([BLOCK], tl.float32)  # one sum a lane, added up at the end: a block then waits for its maximum only
+    spread = tl.zeros([BLOCK], tl.float32)
     for start in range(0, V, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < V
@@ -124,16 +124,17 @@ def _statistics_kernel(
         e = tl.exp(z - new_m)
         if entropy_out is not None:
             # A term of no probability is 0, not 0 times -inf.
-            spread = (spread + total * shift) * shrink + tl.sum(e * tl.maximum(z - new_m, -1e4), axis=0)
-        total = total * shrink + tl.sum(e, axis=0)
+            spread = (spread + total * shift) * shrink + e * tl.maximum(z - new_m, -1e4)
+        total = total * shrink + e
         m = new_m
-    log_total = tl.log(total)
+    row_total = tl.sum(total, axis=0)
+    log_total = tl.log(row_total)
     tl.store(lse_out + row, m + log_total)
     picked = tl.load(row_start + tl.load(targets + row)).to(tl.float32)
     tl.store(picked_out + row, _mapped(picked, scale, inner_scale, TANH))
     if entropy_out is not None:
         # log p = z - m - log total, so that -sum p log p = log total - spread / total.
-        tl.store(entropy_out + row, log_total - spread / total)
+        tl.store(entropy_out + row, log_total - tl.sum(spread, axis=0) / row_total)
 
 
 @triton.jit
