@@ -17,6 +17,7 @@ from streamgrad.bench import linear
 from streamgrad.bench import step as step_bench
 from streamgrad.bench.records import RESULTS, append_records
 from streamgrad.cli import demo as demo_command
+from streamgrad.cli.train import train
 
 app = typer.Typer(
     help="Exact gradients of causal language models at sequence lengths that ordinary backpropagation cannot hold.",
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure time and memory; each benchmark appends its rows to a file.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+app.add_typer(train, name="train")
 
 
 class Dtype(StrEnum):

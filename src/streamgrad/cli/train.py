@@ -1,0 +1,130 @@
+"""`streamgrad train sft|dpo|grpo`: TRL's command line with streamed trainers; without a model or dataset, a tiny one of its own.
+
+What is embedded here needs no download: a byte tokenizer, a model of 0.2 M random parameters, and the text of the demo as texts,
+as pairs of a continuation and its words reversed, and as openings whose continuations are rewarded for the letter "e".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+
+from streamgrad.cli.demo import TEXT
+
+# About a minute on two cores of a CPU; a flag or a YAML file replaces any of them.
+_QUICK: dict[str, Any] = {
+    "per_device_train_batch_size": 8, "max_steps": 60, "learning_rate": 2e-3, "logging_steps": 10, "save_strategy": "no",
+    "report_to": ["none"], "bf16": False, "dataloader_pin_memory": False, "chunk_size": 64,
+}  # fmt: skip
+_QUICK_OF = {
+    "sft": {"max_steps": 150},
+    "dpo": {"per_device_train_batch_size": 4, "learning_rate": 5e-4},
+    "grpo": {"num_generations": 8, "max_completion_length": 24, "temperature": 1.0, "max_steps": 80, "learning_rate": 3e-3},
+}  # fmt: skip
+
+
+train = typer.Typer(
+    help="Train with TRL's trainers, streamed; flags and YAML are those of TRL's command line.", no_args_is_help=True
+)
+# Everything after the objective, `--help` included, goes to TRL's parser.
+_PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+@train.command("sft", context_settings=_PASSED_ON)
+def sft(context: typer.Context) -> None:
+    """Supervised fine-tuning. Without flags, a tiny model on an embedded text, in about a minute on a CPU."""
+    run("sft", context.args, Console())
+
+
+@train.command("dpo", context_settings=_PASSED_ON)
+def dpo(context: typer.Context) -> None:
+    """Direct preference optimization, with all of TRL's losses. Without flags, a tiny model on embedded pairs."""
+    run("dpo", context.args, Console())
+
+
+@train.command("grpo", context_settings=_PASSED_ON)
+def grpo(context: typer.Context) -> None:
+    """Group-relative policy optimization. Without flags, a tiny model learns to write the letter e."""
+    run("grpo", context.args, Console())
+
+
+def run(objective: str, arguments: Sequence[str], console: Console) -> None:
+    """The whole command."""
+    # Here, so that the rest of the command line works without trl.
+    try:
+        from streamgrad.trl.command import Command
+        from streamgrad.trl.command import train as train_as
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("trl", "datasets"):
+            raise
+        raise ValueError(f'training needs {error.name}, which is not installed. Run: pip install "streamgrad[trl]"') from error
+
+    defaults = {"output_dir": f"out/{objective}"} | _QUICK | _QUICK_OF[objective]
+    command = Command.parse(objective, arguments, without_model=defaults)
+    embedded: dict[str, Any] = {}
+    if command.model.model_name_or_path is None:
+        # Beside the result and not in a temporary place: an adapter trained on it refers to it.
+        start = Path(command.training.output_dir) / "start"
+        save_embedded_model(start)
+        command.model.model_name_or_path = str(start)
+        torch.set_num_threads(1)  # matrices this small gain nothing from more threads
+        console.print(f"No model given: a tiny one with random weights, kept in {start}", soft_wrap=True)
+    if not command.has_dataset:
+        embedded = {"dataset": embedded_dataset(objective), "reward_funcs": [letter_e] if objective == "grpo" else None}
+        console.print("No dataset given: the demo's text", soft_wrap=True)
+    trainer = train_as(command, **embedded)
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    shown = "reward" if objective == "grpo" else "loss"
+    if logged:
+        first, last = (f"{float(entry[shown]):.3f}" for entry in (logged[0], logged[-1]))
+        console.print(f"{shown}: {first} at step {logged[0]['step']}, {last} at step {logged[-1]['step']}", soft_wrap=True)
+    console.print(f"Saved: {command.training.output_dir}", soft_wrap=True)
+
+
+def save_embedded_model(path: Path) -> None:
+    """A Qwen3-shaped model with random weights and a byte tokenizer, as `from_pretrained` loads them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    names = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    words = Tokenizer(models.BPE(vocab={name: index for index, name in enumerate(names)}, merges=[]))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", model_max_length=2048)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(names), hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=2048, tie_word_embeddings=True, pad_token_id=0,
+        eos_token_id=1,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def embedded_dataset(objective: str) -> Any:
+    from datasets import Dataset, DatasetDict
+
+    words = TEXT.split()
+    windows = [words[start : start + 30] for start in range(0, len(words) - 30, 3)]
+    openings, rests = [" ".join(window[:10]) for window in windows], [window[10:] for window in windows]
+    columns = {
+        "sft": {"text": [" ".join(window) for window in windows]},
+        "dpo": {
+            "prompt": openings,
+            "chosen": [" " + " ".join(rest) for rest in rests],
+            "rejected": [" " + " ".join(reversed(rest[:15])) for rest in rests],
+        },
+        "grpo": {"prompt": openings},
+    }[objective]
+    data = Dataset.from_dict(columns).train_test_split(test_size=0.1, seed=0)
+    return DatasetDict(train=data["train"], test=data["test"])
+
+
+def letter_e(completions: list[str], **_: Any) -> list[float]:
+    """The share of a completion's letters that are "e"."""
+    return [completion.count("e") / max(len(completion), 1) for completion in completions]
