@@ -66,11 +66,14 @@ def run(objective: str, arguments: Sequence[str], console: Console) -> None:
 
     defaults = {"output_dir": f"out/{objective}"} | _QUICK | _QUICK_OF[objective]
     command = Command.parse(objective, arguments, without_model=defaults)
+    console.quiet = command.training.process_index != 0
     embedded: dict[str, Any] = {}
     if command.model.model_name_or_path is None:
         # Beside the result and not in a temporary place: an adapter trained on it refers to it.
         start = Path(command.training.output_dir) / "start"
-        save_embedded_model(start)
+        with command.training.main_process_first(local=False):
+            if command.training.process_index == 0:
+                save_embedded_model(start)
         command.model.model_name_or_path = str(start)
         torch.set_num_threads(1)  # matrices this small gain nothing from more threads
         console.print(f"No model given: a tiny one with random weights, kept in {start}", soft_wrap=True)
