@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
 from typing import Any
 
 KEEP_POLICIES = ("auto", "input", "attention", "all")
 OFFLOAD_PLACES = ("auto", "none", "host")
 ATTENTION_BACKENDS = ("auto", "cudnn", "flash", "sdpa", "eager")
+COMPILE_MODES = ("auto", "on", "off")
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_bytes(value: int | float | str) -> int:
+    """`80GiB`, `"79.5 GB"` or a number of bytes."""
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
+    unit = _UNITS.get((match[2] or "B").upper()) if match else None
+    try:
+        count = float(match[1]) * unit if match and unit else float(value)
+    except (TypeError, ValueError):
+        count = -1.0
+    if count <= 0 or isinstance(value, bool):
+        raise ValueError(
+            f"{value!r} is not an amount of memory. Pass bytes, or a number with a unit, such as '80GiB' or '79.5 GB'."
+        )
+    return int(count)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,45 +35,69 @@ class StreamConfig:
     """How a model is streamed. Every choice gives the same gradient; they differ in time and memory.
 
     Args:
-        chunk_size (`int`, defaults to 4096):
+        chunk_size (`int` or `"auto"`, defaults to `"auto"`):
             Tokens of one sequence that a decoder layer processes at a time. Memory of a layer's wide tensors (queries,
-            MLP) grows with it; the number of kernel launches falls with it.
-        head_chunk_size (`int`, defaults to 2048):
-            Tokens whose logits exist at a time in the language-modelling head.
+            MLP) grows with it; the number of kernel launches falls with it. `"auto"`: equal chunks of about 8,192 tokens of a
+            batch, less where the budget asks for it.
+        head_chunk_size (`int` or `"auto"`, defaults to `"auto"`):
+            Tokens whose logits exist at a time in the language-modelling head; `"auto"` goes by the memory that is free.
         keep (`str`, defaults to `"auto"`):
             What a layer keeps between forward and backward. `"input"`: its input only. `"attention"`: also keys, values,
             attention output and log-sum-exp, so that attention runs forward once a step. `"all"`: the ordinary graph
-            (nothing is recomputed or streamed in the layers; the head still is). `"auto"` is `"input"`, the smallest.
+            (nothing is recomputed). `"auto"` chooses for each layer the fastest that the memory budget allows, on CUDA; on
+            another device, unless there is a `memory_budget`, it is `"input"`.
         offload (`str`, defaults to `"auto"`):
-            Where the layers' kept tensors wait for backward. `"none"`: on the device. `"host"`: in pinned host memory, copied
-            beside the computation (CUDA; on a CPU there is nothing to move). `"auto"` is `"none"`.
+            Where what is kept waits for backward. `"none"`: on the device. `"host"`: in pinned host memory, copied
+            beside the computation (CUDA; on a CPU there is nothing to move). `"auto"`: on the host what the device cannot hold.
         attention (`str`, defaults to `"auto"`):
             Kernel for the blocks of streamed attention. `"auto"` takes the fastest that supports the model, mask, dtype
             and device at hand.
+        compile (`str`, defaults to `"auto"`):
+            Whether norms, rotary embeddings and gated activations run as one compiled kernel each, in families whose code is
+            known. `"auto"`: for 16-bit values on CUDA. `"on"`: always. `"off"`: never.
+        memory_budget (`int` or `str`, *optional*):
+            Device bytes that a step may use in all, weights included: a number, or for example `"80GiB"`. Defaults to what is
+            free when the step begins.
     """
 
-    chunk_size: int = 4096
-    head_chunk_size: int = 2048
+    chunk_size: int | str = "auto"
+    head_chunk_size: int | str = "auto"
     keep: str = "auto"
     offload: str = "auto"
     attention: str = "auto"
+    compile: str = "auto"
+    memory_budget: int | str | None = None
 
     def __post_init__(self) -> None:
         for name in ("chunk_size", "head_chunk_size"):
             value = getattr(self, name)
+            if value == "auto":
+                continue
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(
                     f"{name}={value!r} is a {type(value).__name__}, but a number of tokens is a whole number. "
-                    f"Pass an int of at least 1, for example {name}={getattr(type(self), name)}."
+                    f"Pass an int of at least 1, for example {name}=4096, or 'auto'."
                 )
             if value < 1:
-                raise ValueError(
-                    f"{name}={value} leaves no tokens in a chunk. Pass at least 1; {getattr(type(self), name)} is the default."
-                )
-        for name, choices in (("keep", KEEP_POLICIES), ("offload", OFFLOAD_PLACES), ("attention", ATTENTION_BACKENDS)):
+                raise ValueError(f"{name}={value} leaves no tokens in a chunk. Pass at least 1, or 'auto'.")
+        for name, choices in (
+            ("keep", KEEP_POLICIES),
+            ("offload", OFFLOAD_PLACES),
+            ("attention", ATTENTION_BACKENDS),
+            ("compile", COMPILE_MODES),
+        ):
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"{name}={value!r} is not a choice. Pass one of {', '.join(map(repr, choices))}.")
+        if self.memory_budget is not None:
+            try:
+                parse_bytes(self.memory_budget)
+            except ValueError as error:
+                raise ValueError(f"memory_budget: {error}") from None
+
+    @property
+    def budget_bytes(self) -> int | None:
+        return None if self.memory_budget is None else parse_bytes(self.memory_budget)
 
     @classmethod
     def resolve(cls, config: StreamConfig | None, options: dict[str, Any]) -> StreamConfig:

@@ -93,10 +93,8 @@ class _StreamedAttention(torch.autograd.Function):
         backend = choose(chunk.backends, query_BHLD, key, value, ctx.block)
         done = Attended(out_BHLD, lse_BHL, dropped_BHLS)
         dquery_BHLD, pieces = backend.backward(dout_BHLD, query_BHLD, key, value, done, ctx.block)
-        for first, last, dkey, dvalue in pieces:
-            # For every key, own ones included: those are complete now and are collected just below.
-            chunk.stream.deposit(ctx.first + first, ctx.first + last, dkey, dvalue)
-        dkey_BGLD, dvalue_BGLD = chunk.stream.collect(chunk.start, chunk.stop)
+        pieces = [(ctx.first + first, ctx.first + last, dkey, dvalue) for first, last, dkey, dvalue in pieces]
+        dkey_BGLD, dvalue_BGLD = chunk.stream.settle(chunk.start, chunk.stop, pieces)
         dsink_H = None
         if sink_H is not None:
             weight_BHL = (sink_H.to(lse_BHL.dtype)[None, :, None] - lse_BHL).exp()

@@ -81,13 +81,18 @@ def measure_steps(
                 peak_bytes=peak,
                 reserved_bytes=reserved,
                 host_bytes=store.pool.total_bytes if store else 0,
-                policy=vars(config) if "streamgrad" in method else {"gradient_checkpointing": True, "attention": "sdpa"},
+                policy=_policy_of(config, installed) if installed else {"gradient_checkpointing": True, "attention": "sdpa"},
                 error=error,
                 device=device_name(device),
                 versions=versions("transformers", "liger-kernel", "triton"),
                 command=command,
             )
         del network
+
+
+def _policy_of(config: StreamConfig, installed: InstalledForward) -> dict[str, Any]:
+    """The options, and what they came to."""
+    return vars(config) | {"plan": str(installed.stream.planner.latest), "kernel": installed.stream.backends[0].name}
 
 
 def _step_of(network: Any, ids: torch.Tensor) -> Callable[[], None]:

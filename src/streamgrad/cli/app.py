@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -156,11 +156,12 @@ def bench_step(
     model: Annotated[str, typer.Option(help="A preset: a published shape, with random weights.")] = "qwen3-4b",
     seq: Annotated[str, typer.Option(help="Sequence lengths, separated by commas.")] = "6000,12000,24000,36000",
     methods: Annotated[str, typer.Option(help=f"Some of {', '.join(step_bench.METHODS)}.")] = "hf,streamgrad",
-    chunk_size: Annotated[int, typer.Option(min=1, help="As for streamgrad.enable.")] = 8192,
-    head_chunk_size: Annotated[int, typer.Option(min=1, help="As for streamgrad.enable.")] = 4096,
-    keep: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "attention",
-    offload: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "none",
+    chunk_size: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "auto",
+    keep: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "auto",
+    offload: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "auto",
     attention: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "auto",
+    compile: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "auto",
+    memory_budget: Annotated[str | None, typer.Option(help="As for streamgrad.enable.")] = None,
     runs: Annotated[int, typer.Option(min=1, help="Timed steps after the warm-up; the median counts.")] = 3,
     out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = RESULTS / "step.jsonl",
 ) -> None:
@@ -171,11 +172,19 @@ def bench_step(
     `python -m streamgrad bench step --model qwen3-4b --seq 6000,12000 --methods hf,liger,streamgrad`
     """
     lengths = [int(length) for length in seq.split(",")]
+    options: dict[str, Any] = {
+        "chunk_size": chunk_size,
+        "keep": keep,
+        "offload": offload,
+        "attention": attention,
+        "compile": compile,
+    }
+    command = f"python -m streamgrad bench step --model {model} --seq {seq} --methods {methods} --runs {runs}"
+    command += "".join(f" --{name.replace('_', '-')} {value}" for name, value in options.items() if value != "auto")
+    command += "" if memory_budget is None else f" --memory-budget {memory_budget}"
     config = streamgrad.StreamConfig(
-        chunk_size=chunk_size, head_chunk_size=head_chunk_size, keep=keep, offload=offload, attention=attention
+        **options | {"chunk_size": int(chunk_size) if chunk_size.isdecimal() else chunk_size}, memory_budget=memory_budget
     )
-    command = f"python -m streamgrad bench step --model {model} --seq {seq} --methods {methods} --chunk-size {chunk_size}"
-    command += f" --head-chunk-size {head_chunk_size} --keep {keep} --offload {offload} --attention {attention} --runs {runs}"
     records = []
     console = Console()
     for record in step_bench.measure_steps(

@@ -15,10 +15,6 @@ from torch import Tensor, nn
 _REMEDY = "Call backward before changing the model, or call streamgrad.disable(model) for such a step."
 
 
-def buffer_versions(layer: nn.Module) -> list[int]:
-    return [buffer._version for buffer in layer.buffers()]
-
-
 class Expectation:
     """What was true of a layer's parameters, and what each of its chunks gave, when it ran forward."""
 
@@ -72,8 +68,11 @@ class Expectation:
         deviation = torch.where(noted.isfinite().all(), deviation.nan_to_num(nan=torch.inf), 0.0)
         self._deviation = deviation if self._deviation is None else torch.maximum(self._deviation, deviation)
 
-    def check_outcome(self, *, in_16_bits: bool) -> None:
-        """Once a layer, when all its chunks have run again."""
+    def check_outcome_later(self, *, in_16_bits: bool) -> None:
+        """When the backward pass that is under way ends, so that no layer waits for the device."""
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._check_outcome(in_16_bits))
+
+    def _check_outcome(self, in_16_bits: bool) -> None:
         assert self._deviation is not None
         deviation, self._deviation = self._deviation.item(), None
         # Far above what another kernel or another order of sums gives, far below what another mask or adapter gives.

@@ -9,6 +9,7 @@ Shapes: B batch, H query heads, G key/value heads, T sequence, L chunk, D head s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,10 @@ def spans(length: int, chunk_size: int) -> list[tuple[int, int]]:
 
 class StopAtKeys(Exception):
     """Raised by `Chunk.update` to leave a layer's forward as soon as its keys and values are written."""
+
+
+# Keys [first, last), and a gradient of these keys and their values.
+KeyGradient = tuple[int, int, Tensor, Tensor]
 
 
 class KeyValueStream:
@@ -45,6 +50,9 @@ class KeyValueStream:
         return self._tensors
 
     def write(self, start: int, stop: int, key_BGLD: Tensor, value_BGLD: Tensor) -> None:
+        if stop - start == self.length:
+            self._tensors = key_BGLD.detach(), value_BGLD.detach()
+            return
         if self._tensors is None:
             self._tensors = self._full_length(key_BGLD), self._full_length(value_BGLD)
         for full, own in zip(self._tensors, (key_BGLD, value_BGLD), strict=True):
@@ -55,17 +63,20 @@ class KeyValueStream:
         key_BGTD, value_BGTD = self.tensors
         return key_BGTD[:, :, first:last], value_BGTD[:, :, first:last]
 
-    def deposit(self, first: int, last: int, dkey_BGSD: Tensor, dvalue_BGSD: Tensor) -> None:
-        """Add what some queries owe to keys and values `[first, last)`."""
+    def settle(self, start: int, stop: int, pieces: Sequence[KeyGradient]) -> tuple[Tensor, Tensor]:
+        """The complete gradient of keys and values `[start, stop)`, in their dtype, once no later chunk is left.
+
+        `pieces` are what the queries of `[start, stop)` owe to all keys; the share of keys before `start` waits here.
+        """
+        if stop - start == self.length and len(pieces) == 1:
+            _, _, dkey, dvalue = pieces[0]
+            return dkey.to(self.tensors[0].dtype), dvalue.to(self.tensors[1].dtype)
         if self._gradients is None:
             key, value = self.tensors
             self._gradients = zeros_for_sum(key), zeros_for_sum(value)
-        for total, term in zip(self._gradients, (dkey_BGSD, dvalue_BGSD), strict=True):
-            total[:, :, first:last] += term
-
-    def collect(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """The sums for `[start, stop)` in the dtype of keys and values; complete once no later chunk is left."""
-        assert self._gradients is not None, "nothing was deposited"
+        for first, last, *terms in pieces:
+            for total, term in zip(self._gradients, terms, strict=True):
+                total[:, :, first:last] += term
         dkey, dvalue = (
             total[:, :, start:stop].to(tensor.dtype, copy=True)
             for total, tensor in zip(self._gradients, self.tensors, strict=True)

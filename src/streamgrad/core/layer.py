@@ -16,7 +16,7 @@ Shapes: B batch, T sequence, L chunk, E model width.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from streamgrad.core.checks import Expectation, buffer_versions
-from streamgrad.core.chunk import Attended, Chunk, KeyValueStream, SeamError, StopAtKeys, spans
+from streamgrad.core.checks import Expectation
+from streamgrad.core.chunk import Chunk, KeyValueStream, SeamError, StopAtKeys, spans
+from streamgrad.core.kept import Kept, KeptOnDevice, KeptOnHost, Reader
+from streamgrad.core.policy import LayerPolicy
 from streamgrad.core.replay import Autocast, RandomTape
 from streamgrad.core.shadows import Shadows, trainable_parameters
 from streamgrad.core.storage import HostStore
@@ -44,15 +46,25 @@ class StreamedCall:
     mask: object
     backends: list
     chunk_size: int
-    keep_attention: bool
-    host_store: HostStore | None = None
+    policy: LayerPolicy
+    host_store: HostStore
 
     def __call__(self, h_BTE: Tensor) -> Tensor:
         parameters = trainable_parameters(self.layer)
         if not torch.is_grad_enabled() or not (h_BTE.requires_grad or parameters):
             with torch.no_grad():
-                return _forward(self, h_BTE, self.random_tape(h_BTE), None, keep_attention=False)[0]
+                return _forward(self, h_BTE, self.random_tape(h_BTE), None, None)[0]
+        if self.policy.keep == "all":
+            return self._with_ordinary_graph(h_BTE)
         return _StreamedLayer.apply(self, h_BTE, *parameters)
+
+    def _with_ordinary_graph(self, h_BTE: Tensor) -> Tensor:
+        """The sequence as one chunk whose graph autograd keeps: nothing is run again."""
+        chunk = self.chunk((0, h_BTE.shape[1]), KeyValueStream(h_BTE.shape[1]))
+        out_BTE = self.run(h_BTE, chunk)
+        chunk.check_finished()
+        chunk.release()
+        return out_BTE
 
     def random_tape(self, h_BTE: Tensor) -> RandomTape:
         """Of the input's device and the layer's: a model spread over devices moves the input inside the layer's forward."""
@@ -60,6 +72,11 @@ class StreamedCall:
 
     def spans(self, h_BTE: Tensor) -> list[tuple[int, int]]:
         return spans(h_BTE.shape[1], self.chunk_size)
+
+    def kept(self, h_BTE: Tensor) -> Kept:
+        if self.policy.on_host and h_BTE.device.type == "cuda":
+            return KeptOnHost(h_BTE, self.spans(h_BTE), self.host_store)
+        return KeptOnDevice(h_BTE, self.spans(h_BTE))
 
     def chunk(self, span: tuple[int, int], stream: KeyValueStream, **options: Any) -> Chunk:
         return Chunk(*span, stream=stream, mask=self.mask, backends=self.backends, **options)
@@ -72,89 +89,81 @@ class _StreamedLayer(torch.autograd.Function):
     def forward(ctx: Any, call: StreamedCall, h_BTE: Tensor, *parameters: Tensor) -> Tensor:
         ctx.call, ctx.parameters = call, parameters
         ctx.autocast, ctx.tape = Autocast(h_BTE.device.type), call.random_tape(h_BTE)
-        ctx.expectation = Expectation(call.layer, parameters)
-        out_BTE, stream, kept = _forward(call, h_BTE, ctx.tape, ctx.expectation, keep_attention=call.keep_attention)
+        ctx.expectation, ctx.kept = Expectation(call.layer, parameters), call.kept(h_BTE)
+        ctx.h_shape, ctx.h_dtype = h_BTE.shape, h_BTE.dtype
+        out_BTE, stream = _forward(call, h_BTE, ctx.tape, ctx.expectation, ctx.kept)
         ctx.autocast.forget_casts()
-
-        tensors = [h_BTE]
-        # Every chunk or none: attention that drew dropout cannot be kept, and then keys are recomputed as well.
-        ctx.attention_is_kept = all(entry is not None for entry in kept)
-        if ctx.attention_is_kept:
-            tensors += stream.tensors
-            tensors += [tensor for entry in kept if entry for tensor in (entry.out_BHLD, entry.lse_BHL)]
-        if call.host_store is not None and h_BTE.device.type == "cuda":
-            ctx.stored = call.host_store.put([tensor.detach() for tensor in tensors])
-        else:
-            ctx.stored = None
-            ctx.save_for_backward(*tensors)
+        ctx.kept.finish(ctx, stream.tensors)
         return out_BTE
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_BTE: Tensor) -> tuple[Tensor | None, ...]:
         call: StreamedCall = ctx.call
-        h_BTE, *saved = (tensor.detach() for tensor in (ctx.stored.get() if ctx.stored else ctx.saved_tensors))
         expectation: Expectation = ctx.expectation
         expectation.check_parameters()
-        shadows = Shadows(ctx.parameters)
+        chunks, reader = list(enumerate(spans(ctx.h_shape[1], call.chunk_size))), ctx.kept.reader(ctx)
+        shadows = Shadows(ctx.parameters, summed=len(chunks) > 1)
+        dh_BTE = dout_BTE.new_empty(ctx.h_shape, dtype=ctx.h_dtype) if ctx.needs_input_grad[1] else None
         with shadows.installed_in(call.layer), ctx.autocast.restored():
-            stream, kept = _restore_stream(ctx, h_BTE, saved)
-            dh_BTE = torch.empty_like(h_BTE) if ctx.needs_input_grad[1] else None
-            for index, (start, stop) in reversed(list(enumerate(call.spans(h_BTE)))):
-                h_BLE = h_BTE[:, start:stop].requires_grad_(dh_BTE is not None)
-                chunk = call.chunk((start, stop), stream, write_keys=False, kept=kept[index])
+            stream = _restore_stream(call, ctx.tape, reader, ctx.h_shape[1])
+            for index, (start, stop) in reversed(chunks):
+                h_BLE, attended = reader.chunk(index)
+                h_BLE.requires_grad_(dh_BTE is not None)
+                chunk = call.chunk((start, stop), stream, write_keys=False, kept=attended)
                 with torch.enable_grad(), ctx.tape.replaying(index):
                     out_BLE = call.run(h_BLE, chunk)
                 chunk.release()
                 expectation.compare(index, out_BLE)
-                if stop == h_BTE.shape[1]:
+                if index == len(chunks) - 1:
                     expectation.check_leaves(out_BLE, [h_BLE, *shadows.tensors])
                 if out_BLE.requires_grad:  # not where a layer's only trainable parameter is one it does not use
                     torch.autograd.backward(out_BLE, dout_BTE[:, start:stop])
                 if dh_BTE is not None:
                     assert h_BLE.grad is not None
                     dh_BTE[:, start:stop] = h_BLE.grad
-        expectation.check_outcome(in_16_bits=ctx.autocast.enabled or h_BTE.dtype.itemsize == 2)
+        expectation.check_outcome_later(in_16_bits=ctx.autocast.enabled or ctx.h_dtype.itemsize == 2)
         return None, dh_BTE, *shadows.gradients()
 
 
 def _forward(
-    call: StreamedCall, h_BTE: Tensor, tape: RandomTape, expectation: Expectation | None, *, keep_attention: bool
-) -> tuple[Tensor, KeyValueStream, list[Attended | None]]:
-    """All chunks in order, without a graph."""
+    call: StreamedCall, h_BTE: Tensor, tape: RandomTape, expectation: Expectation | None, kept: Kept | None
+) -> tuple[Tensor, KeyValueStream]:
+    """All chunks in order, without a graph; `expectation` and `kept` are told of each where there will be a backward pass."""
     h_BTE = h_BTE.detach()  # or chunks would claim to need a gradient, and hooks on submodules would believe them
     stream = KeyValueStream(h_BTE.shape[1])
-    kept: list[Attended | None] = []
     out_BTE: Tensor | None = None
-    buffers = buffer_versions(call.layer)
+    buffers = list(call.layer.buffers())
+    versions = [buffer._version for buffer in buffers]
+    keep_attention = kept is not None and call.policy.keep == "attention"
     for index, (start, stop) in enumerate(call.spans(h_BTE)):
         chunk = call.chunk((start, stop), stream, keep_attention=keep_attention)
         with tape.recording(index):
             out_BLE = call.run(h_BTE[:, start:stop], chunk)
         chunk.check_finished()
-        if buffer_versions(call.layer) != buffers:
+        if [buffer._version for buffer in buffers] != versions:
             raise SeamError("its layers change a buffer in forward, which would happen once a chunk and again in backward")
         if expectation is not None:
             expectation.note(out_BLE)
-        kept.append(chunk.kept)
+        if kept is not None:
+            kept.note(index, chunk.kept)
+        if stop - start == h_BTE.shape[1]:
+            return out_BLE, stream
         if out_BTE is None:
             # Not empty_like(h): under autocast a layer's output may have another dtype than its input.
             out_BTE = out_BLE.new_empty(*h_BTE.shape[:2], *out_BLE.shape[2:])
         out_BTE[:, start:stop] = out_BLE
     assert out_BTE is not None
-    return out_BTE, stream, kept
+    return out_BTE, stream
 
 
-def _restore_stream(ctx: Any, h_BTE: Tensor, saved: list[Tensor]) -> tuple[KeyValueStream, Sequence[Attended | None]]:
+def _restore_stream(call: StreamedCall, tape: RandomTape, reader: Reader, length: int) -> KeyValueStream:
     """Keys and values of the whole sequence, as kept or by running every chunk up to its keys."""
-    call: StreamedCall = ctx.call
-    if ctx.attention_is_kept:
-        key, value, *pairs = saved
-        stream = KeyValueStream(h_BTE.shape[1], (key, value))
-        return stream, [Attended(out, lse) for out, lse in zip(pairs[::2], pairs[1::2], strict=True)]
-
-    stream = KeyValueStream(h_BTE.shape[1])
-    for index, (start, stop) in enumerate(call.spans(h_BTE)):
-        with torch.no_grad(), ctx.tape.replaying(index), contextlib.suppress(StopAtKeys):
-            call.run(h_BTE[:, start:stop], call.chunk((start, stop), stream, stop_at_keys=True))
-    return stream, [None] * len(call.spans(h_BTE))
+    if reader.has_attention:
+        return KeyValueStream(length, reader.keys_and_values())
+    stream = KeyValueStream(length)
+    for index, span in enumerate(spans(length, call.chunk_size)):
+        h_BLE, _ = reader.chunk(index)
+        with torch.no_grad(), tape.replaying(index), contextlib.suppress(StopAtKeys):
+            call.run(h_BLE, call.chunk(span, stream, stop_at_keys=True))
+    return stream

@@ -67,11 +67,12 @@ class Shadow(Tensor):
 
 
 class Shadows:
-    """Shadows of `parameters`, in their order."""
+    """Shadows of `parameters`, in their order; plain leaves where a single chunk leaves nothing to be `summed`."""
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], *, summed: bool) -> None:
         self.parameters = list(parameters)
-        self.tensors = [Shadow.of(parameter) for parameter in self.parameters]
+        make = Shadow.of if summed else _leaf
+        self.tensors = [make(parameter) for parameter in self.parameters]
 
     @contextmanager
     def installed_in(self, module: nn.Module) -> Iterator[None]:
@@ -102,7 +103,7 @@ class Shadows:
 
         None and not zeros for an unused parameter, so that optimizers and engines treat it as they would without streaming.
         """
-        return [shadow.summed_gradient() for shadow in self.tensors]
+        return [shadow.summed_gradient() if isinstance(shadow, Shadow) else shadow.grad for shadow in self.tensors]
 
     def gradients(self) -> list[Tensor | None]:
         """The summed gradients in the parameters' own dtype."""
@@ -110,6 +111,10 @@ class Shadows:
             None if total is None else total.to(parameter.dtype)
             for parameter, total in zip(self.parameters, self.sums(), strict=True)
         ]
+
+
+def _leaf(parameter: Tensor) -> Tensor:
+    return parameter.detach().requires_grad_()
 
 
 def _linear(hidden: Tensor, weight: Shadow, bias: Tensor | None = None) -> Tensor:

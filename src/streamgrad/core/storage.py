@@ -1,16 +1,17 @@
-"""Where a layer's kept tensors wait for backward: on the device, or in pinned host memory.
+"""Host memory for what layers keep between forward and backward.
 
-Copies to the host run on a stream of their own beside the computation; copies back start one layer ahead of their use. Values are
-bit for bit what was stored. Host buffers are pinned once and handed from step to step: pinning costs seconds per 10 GB.
+Copies to the host run on a stream of their own beside the computation; copies back start one item ahead of their use. Values
+and layouts are bit for bit what was stored. Host buffers are pinned once and handed from step to step: pinning costs seconds per
+10 GB.
 
-Known limits: the host is asked for what a step needs as the step runs. On a device other than CUDA there is nothing to move.
+Known limits: there is nothing to move on a device other than CUDA.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,10 +32,11 @@ class PinnedPool:
             best = min(fitting, key=Tensor.numel)
             self._free = [buffer for buffer in self._free if buffer is not best]
             return best
-        # Too small for this length: a longer one would leave them unused for good.
-        for buffer in self._free:
+        # Too small for what is stored now: kept, they would stay unused for good.
+        smaller = [buffer for buffer in self._free if size_bytes < 2 * buffer.numel()]
+        for buffer in smaller:
             self.total_bytes -= buffer.numel()
-        self._free.clear()
+        self._free = [buffer for buffer in self._free if not any(buffer is other for other in smaller)]
         self.total_bytes += size_bytes
         return self._allocate(size_bytes)
 
@@ -42,88 +44,120 @@ class PinnedPool:
         self._free.append(buffer)
 
     def _allocate(self, size_bytes: int) -> Tensor:
+        buffer = torch.empty(size_bytes, dtype=torch.uint8)
         if self._can_pin:
-            try:
-                return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-            except RuntimeError as error:
+            # Registered and not allocated by torch, whose pinned buffers are rounded up to a power of two.
+            code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size_bytes, 0))
+            if code == 0:
+                weakref.finalize(buffer, _unpin, buffer.data_ptr()).atexit = False  # the driver is gone by then
+            else:
                 self._can_pin = False
                 warnings.warn(
-                    f"streamgrad: host memory could not be pinned, so copies will not overlap with computation: {error}",
+                    f"streamgrad: host memory could not be pinned (CUDA error {code}), so copies will not overlap with "
+                    "computation.",
                     RuntimeWarning,
                     stacklevel=2,
                 )
-        return torch.empty(size_bytes, dtype=torch.uint8)
+        return buffer
+
+
+def _unpin(address: int) -> None:
+    torch.cuda.synchronize()  # a copy may still be reading it
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 class HostStore:
-    """Puts tensors of one CUDA device into host memory and brings them back; one store serves one model."""
+    """Host memory and copy streams of one model; each layer of each step gets a `Shelf`."""
 
     def __init__(self) -> None:
         self.pool = PinnedPool()
         self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
-        self._latest: weakref.ref[StoredOnHost] | None = None
+        self._latest: weakref.ref[Shelf] | None = None
 
     def __reduce__(self) -> tuple:
         """A copied or unpickled model gets host buffers of its own."""
         return HostStore, ()
 
-    def put(self, tensors: Sequence[Tensor]) -> StoredOnHost:
-        """Start copying `tensors` out. The layer below is remembered, to be brought back while this one runs backward."""
-        stored = StoredOnHost(self, tensors, None if self._latest is None else self._latest())
-        self._latest = weakref.ref(stored)
-        return stored
+    def shelf(self) -> Shelf:
+        """A shelf that knows the one before it, the first of whose items is brought back when its own run out."""
+        shelf = Shelf(self, None if self._latest is None else self._latest())
+        self._latest = weakref.ref(shelf)
+        return shelf
 
     def streams(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        """For copies out and for copies back."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device), torch.cuda.Stream(device)
         return self._streams[device]
 
 
-class StoredOnHost:
-    """Tensors of one layer in host memory."""
+class Shelf:
+    """Items, each a few tensors of one device, put once and got in an order that is known when all are put."""
 
-    def __init__(self, store: HostStore, tensors: Sequence[Tensor], below: StoredOnHost | None) -> None:
-        self.store, self.device = store, tensors[0].device
+    def __init__(self, store: HostStore, below: Shelf | None) -> None:
+        self._store = store
         self._below = None if below is None else weakref.ref(below)
-        self._arriving: tuple[list[Tensor], torch.cuda.Event] | None = None
+        self._items: dict[Hashable, _Item] = {}
+        self._order: list[Hashable] = []
+        self._position = 0
+        self._arriving: dict[int, tuple[list[Tensor], torch.cuda.Event]] = {}
+
+    def put(self, name: Hashable, tensors: Sequence[Tensor]) -> None:
+        """Start copying `tensors` out; they may be dropped or overwritten by later work of the current stream's allocator."""
+        self._items[name] = _Item(self._store, tensors)
+
+    def will_be_got(self, order: Sequence[Hashable]) -> None:
+        self._order = list(order)
+
+    def rewind(self) -> None:
+        """Before a pass over the items; there may be several, through a retained graph or after an error."""
+        self._position = 0
+
+    def get(self, name: Hashable) -> list[Tensor]:
+        """The tensors of the next item, on their device; the one after it starts its way back."""
+        assert self._order[self._position] == name, f"{name} was got where {self._order[self._position]} is next"
+        self._fetch(self._position)
+        tensors, arrived = self._arriving.pop(self._position)
+        self._position += 1
+        if self._position < len(self._order):
+            self._fetch(self._position)
+        elif self._below is not None and (below := self._below()) is not None:
+            below._fetch(0)
+        current = torch.cuda.current_stream(tensors[0].device)
+        current.wait_event(arrived)
+        for tensor in tensors:
+            tensor.record_stream(current)
+        return tensors
+
+    def _fetch(self, position: int) -> None:
+        if position not in self._arriving and position < len(self._order):
+            self._arriving[position] = self._items[self._order[position]].copied_back()
+
+
+class _Item:
+    def __init__(self, store: HostStore, tensors: Sequence[Tensor]) -> None:
+        self._store, self._device = store, tensors[0].device
         self._layouts = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in map(_dense, tensors)]
         self._buffers = [store.pool.take(tensor.nbytes) for tensor in tensors]
         weakref.finalize(self, _return_buffers, store.pool, self._buffers)
-        outward, inward = store.streams(self.device)
-        outward.wait_stream(torch.cuda.current_stream(self.device))
+        outward, inward = store.streams(self._device)
+        outward.wait_stream(torch.cuda.current_stream(self._device))
         outward.wait_stream(inward)  # a buffer's last owner may still be reading it
         with torch.cuda.stream(outward):
             for tensor, view in zip(tensors, self._views(), strict=True):
                 view.copy_(tensor, non_blocking=True)
                 tensor.record_stream(outward)  # its memory is not reused before the copy has read it
 
-    def fetch(self) -> None:
-        """Start copying back, if that has not begun."""
-        if self._arriving is not None:
-            return
-        outward, inward = self.store.streams(self.device)
+    def copied_back(self) -> tuple[list[Tensor], torch.cuda.Event]:
+        """Device tensors on their way, and the event of their arrival."""
+        outward, inward = self._store.streams(self._device)
         inward.wait_stream(outward)
-        inward.wait_stream(torch.cuda.current_stream(self.device))
+        inward.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(inward):
-            tensors = [view.to(self.device, non_blocking=True) for view in self._views()]
+            tensors = [view.to(self._device, non_blocking=True) for view in self._views()]
             arrived = torch.cuda.Event()
             arrived.record()
-        self._arriving = tensors, arrived
-
-    def get(self) -> list[Tensor]:
-        """The tensors, on their device; the layer below starts its way back."""
-        self.fetch()
-        assert self._arriving is not None
-        tensors, arrived = self._arriving
-        self._arriving = None  # a second backward through a retained graph fetches again
-        below = None if self._below is None else self._below()
-        if below is not None:
-            below.fetch()
-        current = torch.cuda.current_stream(self.device)
-        current.wait_event(arrived)
-        for tensor in tensors:
-            tensor.record_stream(current)
-        return tensors
+        return tensors, arrived
 
     def _views(self) -> list[Tensor]:
         """The buffers as tensors of the stored layouts: a kernel given other strides may round differently."""

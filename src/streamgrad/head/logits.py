@@ -99,7 +99,9 @@ class HeadGradients:
         """One chunk: `rows` are its places in the full `hidden`, `hidden_NE` their values."""
         sum_dtype = accumulator_dtype(dproduct_NV.dtype)
         if self.hidden_NE is not None:
-            self.hidden_NE[rows] = dproduct_NV @ self._head.weight_VE
+            # Summed in fp32 whatever the number of rows: for few, cuBLAS splits the sum over V and adds 16-bit parts.
+            wide = sum_dtype if dproduct_NV.is_cuda else dproduct_NV.dtype
+            self.hidden_NE[rows] = _product(dproduct_NV, self._head.weight_VE, wide)
         if self._weight_VE is not None:
             add_product_(self._weight_VE, dproduct_NV.mT, hidden_NE)
         elif self._wants_weight:

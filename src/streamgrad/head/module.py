@@ -44,7 +44,7 @@ class _ModuleCrossEntropy(torch.autograd.Function):
         hidden_NE: Tensor,
         *parameters: Tensor,
     ) -> Tensor:
-        shadows = Shadows(parameters)
+        shadows = Shadows(parameters, summed=True)
         dhidden_NE = torch.zeros_like(hidden_NE) if ctx.needs_input_grad[4] else None
         with shadows.installed_in(module):
             total = _total(run, hidden_NE, rows, logit_map, dhidden_NE, differentiate=True)

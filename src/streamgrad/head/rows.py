@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from streamgrad.core.machine import device_budget_bytes
+
 CHUNK_WITHOUT_GPU = 2048
+FREE_SHARE = 8
 SHORTEST_CHUNK, LONGEST_CHUNK, CHUNK_MULTIPLE = 256, 4096, 128
 
 
@@ -18,12 +22,19 @@ class TargetRows:
     Counting them waits for the device once; the same transfer brings the smallest and largest target, so a target outside
     the vocabulary is an error here and not a fault inside a kernel.
 
-    A `chunk_size` of "auto" is chosen by `choose_head_chunk`; `itemsize` are the bytes that one logit takes while its chunk is
-    at work.
+    `itemsize` are the bytes that one logit takes while its chunk is at work; `limit_bytes` is a limit on all that the process
+    holds on the device, for an "auto" `chunk_size`.
     """
 
     def __init__(
-        self, targets_N: Tensor, *, vocabulary: int, ignore_index: int, chunk_size: int | str, itemsize: int = 4
+        self,
+        targets_N: Tensor,
+        *,
+        vocabulary: int,
+        ignore_index: int,
+        chunk_size: int | str,
+        itemsize: int = 4,
+        limit_bytes: int | None = None,
     ) -> None:
         if isinstance(chunk_size, str):
             if chunk_size != "auto":
@@ -43,10 +54,19 @@ class TargetRows:
                 f"and is not ignore_index={ignore_index}. Check the tokenizer, or set such targets to {ignore_index}."
             )
         self.count: int = count
-        self.chunk_size: int = (
-            choose_head_chunk(count, vocabulary, itemsize, targets_N.device) if isinstance(chunk_size, str) else chunk_size
-        )
+        self._asked, self._vocabulary, self._itemsize, self._limit = chunk_size, vocabulary, itemsize, limit_bytes
         self._rows_N = None if count == len(targets_N) else has_target_N.nonzero().squeeze(1)
+
+    @cached_property
+    def chunk_size(self) -> int:
+        """Chosen when it is first asked for: by the memory that is free then."""
+        if isinstance(self._asked, int):
+            return self._asked
+        device, budget = self.targets_N.device, None
+        if self._limit is not None and device.type == "cuda":
+            free = min(self._limit, device_budget_bytes(device)) - torch.cuda.memory_allocated(device)
+            budget = int(max(0, free) // FREE_SHARE)
+        return choose_head_chunk(self.count, self._vocabulary, self._itemsize, device, budget)
 
     @property
     def skips_some(self) -> bool:
@@ -70,19 +90,11 @@ def choose_head_chunk(tokens: int, vocabulary: int, itemsize: int, device: torch
     if budget_bytes is None:
         if device.type != "cuda":
             return CHUNK_WITHOUT_GPU
-        budget_bytes = _free_bytes(device) // 8
+        budget_bytes = int(device_budget_bytes(device) - torch.cuda.memory_allocated(device)) // FREE_SHARE
     longest = min(max(budget_bytes // (vocabulary * itemsize), SHORTEST_CHUNK), LONGEST_CHUNK)
     longest -= longest % CHUNK_MULTIPLE
     equal = math.ceil(tokens / math.ceil(tokens / longest)) if tokens else 1
     return max(SHORTEST_CHUNK, math.ceil(equal / CHUNK_MULTIPLE) * CHUNK_MULTIPLE)
-
-
-def _free_bytes(device: torch.device) -> int:
-    """What this process can still allocate: free on the device or cached by torch, within the fraction it is allowed."""
-    free, total = torch.cuda.mem_get_info(device)
-    allocated = torch.cuda.memory_allocated(device)
-    cap = int(torch.cuda.get_per_process_memory_fraction(device) * total)
-    return max(0, min(free + torch.cuda.memory_reserved(device), cap) - allocated)
 
 
 def flatten(hidden: Tensor, weight_VE: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,8 +8,8 @@ logits" (scaling, softcap); the recording must be what `traced_logit_map` saw wh
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,9 +25,10 @@ from streamgrad.core.chunk import SeamError, UnknownSeamAttribute
 from streamgrad.head.cross_entropy import mean_of, summed_cross_entropy
 from streamgrad.head.logits import LogitMap
 from streamgrad.head.module import summed_module_cross_entropy
-from streamgrad.head.rows import TargetRows, flatten
-from streamgrad.models.forwards import named_arguments, own_forward, temporary_attribute
-from streamgrad.models.support import sliding_window
+from streamgrad.head.rows import SHORTEST_CHUNK, TargetRows, flatten
+from streamgrad.models.forwards import InstalledForward, named_arguments, own_forward, temporary_attribute
+from streamgrad.models.planning import HeadCosts
+from streamgrad.models.support import decoder_layers, sliding_window
 
 
 @dataclass
@@ -147,6 +148,7 @@ def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream,
     with ExitStack() as restore:
         restore.enter_context(temporary_attribute(job.head, "forward", job.head_forward))
         restore.enter_context(temporary_attribute(model, "_loss_function", job.loss_function))
+        restore.enter_context(_announced_to_decoder(model, job))
         try:
             output = stock(*args, **kwargs)
         except SeamError as error:
@@ -161,37 +163,39 @@ class _HeadJob:
     """The head's share of one forward: targets in, loss out."""
 
     def __init__(self, head: Any, stream: HeadStream, arguments: dict[str, Any]) -> None:
-        self.head, self.stream, self.arguments = head, stream, arguments
+        self.head, self.stream = head, stream
         self.run = own_forward(head)
+        self.is_linear = getattr(self.run, "__func__", None) is nn.Linear.forward
+        self.items = arguments.get("num_items_in_batch")
         self.loss: Tensor | None = None
+        ignore_index = arguments.get("ignore_index", -100)
+        self.targets = arguments.get("shift_labels")
+        if self.targets is None:
+            # Position t predicts token t + 1; the last one predicts nothing.
+            self.targets = nn.functional.pad(arguments["labels"], (0, 1), value=ignore_index)[..., 1:]
+        weight = next(head.parameters())
+        # Looked at now, while the device has nothing else to do: counting targets waits for it.
+        self.rows = TargetRows(
+            self.targets.reshape(-1).to(device=weight.device, dtype=torch.int64),
+            vocabulary=self._vocabulary(),
+            ignore_index=ignore_index,
+            chunk_size=stream.config.head_chunk_size,
+            # A head that is differentiated by autograd has logits in its own dtype and fp32, log-probabilities and gradients.
+            itemsize=weight.element_size() if self.is_linear else 16,
+            limit_bytes=stream.config.budget_bytes,
+        )
 
     def head_forward(self, hidden: Tensor) -> LogitsPlaceholder:
         if self.loss is not None:
             raise SeamError("its forward calls the language-modelling head more than once")
-        ignore_index = self.arguments.get("ignore_index", -100)
-        targets = self.arguments.get("shift_labels")
-        if targets is None:
-            # Position t predicts token t + 1; the last one predicts nothing.
-            targets = nn.functional.pad(self.arguments["labels"], (0, 1), value=ignore_index)[..., 1:]
-        is_linear = getattr(self.run, "__func__", None) is nn.Linear.forward
-        hidden_NE, targets_N = flatten(hidden, self.head.weight if is_linear else hidden, targets)
-        rows = TargetRows(
-            targets_N,
-            vocabulary=self._vocabulary(),
-            ignore_index=ignore_index,
-            chunk_size=self.stream.config.head_chunk_size,
-            # A head that is differentiated by autograd has logits in its own dtype and fp32, log-probabilities and gradients.
-            itemsize=hidden.element_size() if is_linear else 16,
-        )
-        if is_linear:
-            total, count = summed_cross_entropy(hidden_NE, self.head.weight, self.head.bias, rows, self.stream.logit_map)
+        hidden_NE, _ = flatten(hidden, self.head.weight if self.is_linear else hidden, self.targets)
+        items = self.items.to(hidden.device) if isinstance(self.items, Tensor) else self.items
+        if self.is_linear:
+            weight, bias = self.head.weight, self.head.bias
+            total, count = summed_cross_entropy(hidden_NE, weight, bias, self.rows, self.stream.logit_map, divisor=items)
         else:
-            total, count = summed_module_cross_entropy(self.head, self.run, hidden_NE, rows, self.stream.logit_map)
-        items = self.arguments.get("num_items_in_batch")
-        if items is None:
-            self.loss = mean_of(total, count)
-        else:
-            self.loss = total / (items.to(total.device) if isinstance(items, Tensor) else items)
+            total, count = summed_module_cross_entropy(self.head, self.run, hidden_NE, self.rows, self.stream.logit_map)
+        self.loss = mean_of(total, count) if items is None else total / items
         return LogitsPlaceholder()
 
     def loss_function(self, logits: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -199,9 +203,35 @@ class _HeadJob:
             raise SeamError("its forward treats the logits differently from when it was enabled; enable it again")
         return self.loss
 
+    def held_bytes(self) -> float:
+        """At the most, while the head works: hidden states and their gradient, the weight's sum, one chunk of logits."""
+        weight, chunk = next(self.head.parameters()), self.stream.config.head_chunk_size
+        trainable = sum(parameter.numel() for parameter in self.head.parameters() if parameter.requires_grad)
+        tokens, itemsize = self.targets.numel(), weight.element_size()
+        rows = min(tokens, chunk if isinstance(chunk, int) else SHORTEST_CHUNK)
+        return 3 * tokens * weight.shape[-1] * itemsize + trainable * (4 + itemsize) + rows * self._vocabulary() * 2 * itemsize
+
     def _vocabulary(self) -> int:
         weight = getattr(self.head, "weight", None)
-        return weight.shape[0] if isinstance(weight, Tensor) else self.head.out_features
+        # Outside of the head's own call an engine may have taken the weight away and left an empty tensor.
+        return weight.shape[0] if isinstance(weight, Tensor) and weight.numel() else self.head.out_features
+
+
+@contextmanager
+def _announced_to_decoder(model: Any, job: _HeadJob) -> Iterator[None]:
+    """Within the block, the decoder's plan knows what the head will need."""
+    decoder = model.get_decoder()
+    installed = InstalledForward.on(decoder)
+    if installed is None:
+        yield
+        return
+    in_layers = {id(parameter) for layer in decoder_layers(decoder) for parameter in layer.parameters()}
+    outside = [p for p in model.parameters() if p.requires_grad and p.grad is None and id(p) not in in_layers]
+    installed.stream.head = HeadCosts(job.held_bytes(), sum(parameter.nbytes for parameter in outside))
+    try:
+        yield
+    finally:
+        installed.stream.head = None
 
 
 def _has_stock_loss(model: Any) -> bool:

@@ -20,11 +20,14 @@ from streamgrad.attention.masks import CausalMask, DenseMask
 from streamgrad.config import StreamConfig
 from streamgrad.core.chunk import Chunk, SeamError
 from streamgrad.core.layer import StreamedCall
+from streamgrad.core.policy import LayerPolicy, Plan
 from streamgrad.core.storage import HostStore
 from streamgrad.models.arguments import LayerArguments
 from streamgrad.models.attention import streamed_attention_in
 from streamgrad.models.forwards import named_arguments, own_forward, temporary_attribute
+from streamgrad.models.fusion import Fusion
 from streamgrad.models.masks import layer_mask, with_documents
+from streamgrad.models.planning import HeadCosts, Planner
 from streamgrad.models.support import decoder_layers, layer_refusals
 
 # By the id of the mask a layer was given. What is made of a mask holds it, so no other can come to stand at its address.
@@ -37,11 +40,13 @@ class DecoderStream:
 
     config: StreamConfig
     backends: list[Backend] = field(init=False)
-    host_store: HostStore | None = field(init=False)
+    planner: Planner = field(init=False)
+    host_store: HostStore = field(default_factory=HostStore)
+    head: HeadCosts | None = None  # of the call that is under way, where the head is streamed too
 
     def __post_init__(self) -> None:
         self.backends = backends_named(self.config.attention)
-        self.host_store = HostStore() if self.config.offload == "host" else None
+        self.planner = Planner(self.config)
 
 
 def decoder_forward(decoder: Any, stock: Callable[..., Any], stream: DecoderStream, *args: Any, **kwargs: Any) -> Any:
@@ -62,8 +67,6 @@ def decoder_forward(decoder: Any, stock: Callable[..., Any], stream: DecoderStre
 
 def _should_stream(decoder: Any, stream: DecoderStream, arguments: dict[str, Any]) -> bool:
     """With a graph, always. Without one, where it saves memory: a long input and no cache to be filled."""
-    if stream.config.keep == "all":
-        return False
     if torch.is_grad_enabled():
         return True
     tokens = arguments.get("input_ids") if arguments.get("input_ids") is not None else arguments.get("inputs_embeds")
@@ -73,7 +76,7 @@ def _should_stream(decoder: Any, stream: DecoderStream, arguments: dict[str, Any
     wants_weights = arguments.get("output_attentions") or getattr(decoder.config, "output_attentions", False)
     if fills_cache or has_cache or wants_weights:
         return False
-    return tokens is not None and tokens.shape[1] > stream.config.chunk_size
+    return tokens is not None and tokens.shape[1] > stream.planner.chunk_size(*tokens.shape[:2])
 
 
 def _refuse_what_needs_whole_layers(decoder: Any, arguments: dict[str, Any]) -> None:
@@ -109,13 +112,12 @@ def _streamed_layers(decoder: Any, stream: DecoderStream) -> Iterator[None]:
     layers = decoder_layers(decoder)
     for reason in layer_refusals(layers):
         raise SeamError(reason)
-    masks: _Masks = {}
-    configs = _attention_configs(decoder, layers)
+    call = _DecoderCall(decoder, layers, stream)
     with ExitStack() as restore:
-        restore.enter_context(streamed_attention_in(configs))
-        for layer in layers:
-            replacement = _streamed_forward(layer, own_forward(layer), configs, stream, masks)
-            restore.enter_context(temporary_attribute(layer, "forward", replacement))
+        restore.enter_context(streamed_attention_in(call.configs))
+        restore.enter_context(call.fusion_of_the_rest().installed())
+        for index, layer in enumerate(layers):
+            restore.enter_context(temporary_attribute(layer, "forward", call.streamed_forward(index)))
             if getattr(layer, "gradient_checkpointing", False):
                 # A streamed layer already recomputes itself; checkpointing around it would run it a third time.
                 restore.enter_context(temporary_attribute(layer, "gradient_checkpointing", False))
@@ -129,38 +131,66 @@ def _attention_configs(decoder: Any, layers: list[nn.Module]) -> list[Any]:
     return list({id(config): config for config in configs if hasattr(config, "_attn_implementation_internal")}.values())
 
 
-def _streamed_forward(
-    layer: nn.Module,
-    forward: Callable[..., Any],
-    configs: list[Any],
-    stream: DecoderStream,
-    masks: _Masks,
-) -> Callable[..., Tensor | tuple[Tensor]]:
-    """`forward`, streamed; `masks` is shared by the layers of one call, most of which are given the same mask."""
+class _DecoderCall:
+    """What the layers of one call share: masks, most of which are the same, and the plan."""
 
-    def streamed(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
-        h_BTE, arguments = LayerArguments.bind(forward, args, kwargs)
+    def __init__(self, decoder: Any, layers: list[nn.Module], stream: DecoderStream) -> None:
+        self.decoder, self.layers, self.stream = decoder, layers, stream
+        self.configs = _attention_configs(decoder, layers)
+        self.masks: _Masks = {}
+        self.plan: Plan | None = None
+
+    def fusion_of_the_rest(self) -> Fusion:
+        """Of the decoder's own parts outside of its layers: its last norm."""
+        inside = {id(module) for layer in self.layers for module in layer.modules()}
+        rest = [module for module in self.decoder.modules() if id(module) not in inside]
+        return Fusion(rest, mode=self.stream.config.compile)
+
+    def streamed_forward(self, index: int) -> Callable[..., Tensor | tuple[Tensor]]:
+        """The forward of layer `index`, streamed."""
+        layer = self.layers[index]
+        forward, fusion = own_forward(layer), Fusion(layer.modules(), mode=self.stream.config.compile)
+
+        def streamed(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
+            h_BTE, arguments = LayerArguments.bind(forward, args, kwargs)
+
+            def run(h_BLE: Tensor, chunk: Chunk) -> Tensor:
+                with streamed_attention_in(self.configs), fusion.installed():
+                    return arguments.run(h_BLE, chunk)
+
+            mask = self._mask(arguments, h_BTE)
+            plan = self._plan(h_BTE, run, mask)
+            call = StreamedCall(
+                layer=layer,
+                run=run,
+                mask=mask,
+                backends=self.stream.backends,
+                chunk_size=plan.chunk_size,
+                policy=plan.policies[index],
+                host_store=self.stream.host_store,
+            )
+            out_BTE = call(h_BTE)
+            return (out_BTE,) if arguments.returns_tuple else out_BTE
+
+        return streamed
+
+    def _mask(self, arguments: LayerArguments, h_BTE: Tensor) -> CausalMask | DenseMask:
         given = arguments.attention_mask
-        if id(given) not in masks:
-            masks[id(given)] = _mask_of(arguments, h_BTE.shape[1], stream.config.chunk_size)
+        if id(given) not in self.masks:
+            chunk_size = self.stream.planner.chunk_size(*h_BTE.shape[:2])
+            self.masks[id(given)] = _mask_of(arguments, h_BTE.shape[1], chunk_size)
+        return self.masks[id(given)]
 
-        def run(h_BLE: Tensor, chunk: Chunk) -> Tensor:
-            with streamed_attention_in(configs):
-                return arguments.run(h_BLE, chunk)
-
-        call = StreamedCall(
-            layer=layer,
-            run=run,
-            mask=masks[id(given)],
-            backends=stream.backends,
-            chunk_size=stream.config.chunk_size,
-            keep_attention=stream.config.keep == "attention",
-            host_store=stream.host_store,
-        )
-        out_BTE = call(h_BTE)
-        return (out_BTE,) if arguments.returns_tuple else out_BTE
-
-    return streamed
+    def _plan(self, h_BTE: Tensor, run: Callable[..., Tensor], mask: object) -> Plan:
+        if self.plan is None:
+            planner, stream = self.stream.planner, self.stream
+            if torch.is_grad_enabled():
+                self.plan = planner.plan(
+                    self.decoder, self.layers, h_BTE, run, mask, stream.backends, stream.head, stream.host_store
+                )
+            else:
+                self.plan = Plan((LayerPolicy("input"),) * len(self.layers), planner.chunk_size(*h_BTE.shape[:2]), 0.0, 0.0)
+        return self.plan
 
 
 def _mask_of(arguments: LayerArguments, length: int, chunk_size: int) -> CausalMask | DenseMask:

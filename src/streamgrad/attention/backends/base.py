@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from streamgrad.core.chunk import Attended
+from streamgrad.core.chunk import Attended, KeyGradient
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,6 @@ class Block:
     mask: Tensor | None = None
     softcap: float | None = None
     dropout: float = 0.0
-
-
-# Keys [first, last) of the block, and the gradients of these keys and their values.
-KeyGradient = tuple[int, int, Tensor, Tensor]
 
 
 class Backend(Protocol):

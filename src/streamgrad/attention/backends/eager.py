@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from streamgrad.attention.backends.base import Block, KeyGradient, additive, visible_mask
-from streamgrad.core.chunk import Attended
+from streamgrad.attention.backends.base import Block, additive, visible_mask
+from streamgrad.core.chunk import Attended, KeyGradient
 from streamgrad.core.sums import accumulator_dtype
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from streamgrad.attention.backends.base import Block, KeyGradient
-from streamgrad.core.chunk import Attended
+from streamgrad.attention.backends.base import Block
+from streamgrad.core.chunk import Attended, KeyGradient
 
 aten = torch.ops.aten
 

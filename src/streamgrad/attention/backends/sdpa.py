@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from streamgrad.attention.backends.base import Block, KeyGradient, additive, merge, split_causal, visible_mask
-from streamgrad.core.chunk import Attended
+from streamgrad.attention.backends.base import Block, additive, merge, split_causal, visible_mask
+from streamgrad.core.chunk import Attended, KeyGradient
 
 aten = torch.ops.aten
 

@@ -1,0 +1,196 @@
+"""The parts of a decoder layer between its matrix products, each as one operation forward and one backward.
+
+Sums and products run in fp32 for 16-bit values (fp64 for fp64) and are rounded once, at the end. What each operation keeps for
+backward is what it was given (and one number a row for a norm): no intermediate value.
+
+The functions here are the reference, in torch; on a GPU the Triton kernels of `kernels` run instead.
+
+Shapes: N rows (tokens, or tokens x heads), E width of a row, B batch, H heads, L tokens, D head size.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import sys
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from streamgrad.core.sums import accumulator_dtype
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+
+def _code_for(tensor: Tensor) -> Any:
+    """The module whose functions compute on this tensor: `kernels` for a GPU, else this one."""
+    if tensor.is_cuda and tensor.dtype != torch.float64:
+        kernels = _kernels()
+        if kernels is not None:
+            return kernels
+    return sys.modules[__name__]
+
+
+@functools.cache
+def _kernels() -> Any:
+    try:
+        return importlib.import_module("streamgrad.core.kernels")
+    except ImportError as error:
+        warnings.warn(
+            f"streamgrad: Triton cannot be imported ({error}), so norms, rotary embeddings and activations run as several "
+            "kernels each: slower, and as exact.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Kernels read the last axis as consecutive."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return _dense(tensor.reshape(-1, tensor.shape[-1]))
+
+
+# --- RMS norm -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Norm:
+    """`x * rsqrt(mean(x^2) + eps)`, times `weight_offset + weight`."""
+
+    eps: float
+    weight_offset: float = 0.0
+
+
+def norm_forward(x_NE: Tensor, weight_E: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    """The normed rows, and the factor of each."""
+    wide_NE = x_NE.to(accumulator_dtype(x_NE.dtype))
+    inverse_N1 = torch.rsqrt(wide_NE.square().mean(dim=-1, keepdim=True) + eps)
+    out_NE = wide_NE * inverse_N1 * (weight_E.to(wide_NE.dtype) + offset)
+    return out_NE.to(x_NE.dtype), inverse_N1
+
+
+def norm_backward(dout_NE: Tensor, x_NE: Tensor, inverse_N1: Tensor, weight_E: Tensor, offset: float) -> tuple[Tensor, Tensor]:
+    """Gradients of the rows, and of the weight in the precision of sums."""
+    wide = inverse_N1.dtype
+    unit_NE = x_NE.to(wide) * inverse_N1
+    dunit_NE = dout_NE.to(wide) * (weight_E.to(wide) + offset)
+    dx_NE = inverse_N1 * (dunit_NE - unit_NE * (dunit_NE * unit_NE).mean(dim=-1, keepdim=True))
+    return dx_NE.to(x_NE.dtype), (dout_NE.to(wide) * unit_NE).sum(dim=0)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_E: Tensor, norm: Norm) -> Tensor:
+        out_NE, inverse_N1 = _code_for(x).norm_forward(_rows(x), weight_E.detach(), norm.eps, norm.weight_offset)
+        ctx.norm = norm
+        ctx.save_for_backward(x, weight_E, inverse_N1)
+        return out_NE.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight_E, inverse_N1 = ctx.saved_tensors
+        dx_NE, dweight_E = _code_for(x).norm_backward(
+            _rows(dout), _rows(x), inverse_N1, weight_E.detach(), ctx.norm.weight_offset
+        )
+        return dx_NE.view(x.shape), dweight_E if ctx.needs_input_grad[1] else None, None
+
+
+def rms_norm(x: Tensor, weight_E: Tensor, norm: Norm) -> Tensor:
+    """`x * rsqrt(mean(x^2, -1) + norm.eps) * (norm.weight_offset + weight)`."""
+    return _RmsNorm.apply(x, weight_E, norm)
+
+
+# --- Gated activation -----------------------------------------------------------------------------------------------------
+
+
+def _activation(gate: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Its value and its slope."""
+    if activation == "silu":
+        half = torch.sigmoid(gate)
+        return gate * half, half * (1.0 + gate * (1.0 - half))
+    if activation == "gelu":
+        half = 0.5 * (1.0 + torch.erf(gate * math.sqrt(0.5)))
+        return gate * half, half + gate * torch.exp(-0.5 * gate.square()) / math.sqrt(2.0 * math.pi)
+    assert activation == "gelu_tanh"
+    scale, cubic = math.sqrt(2.0 / math.pi), 0.044715
+    tanh = torch.tanh(scale * (gate + cubic * gate**3))
+    dinner = scale * (1.0 + 3.0 * cubic * gate.square())
+    return 0.5 * gate * (1.0 + tanh), 0.5 * (1.0 + tanh) + 0.5 * gate * (1.0 - tanh.square()) * dinner
+
+
+def gated_forward(gate_NE: Tensor, up_NE: Tensor, activation: str) -> Tensor:
+    wide = accumulator_dtype(gate_NE.dtype)
+    value_NE, _ = _activation(gate_NE.to(wide), activation)
+    return (value_NE * up_NE.to(wide)).to(gate_NE.dtype)
+
+
+def gated_backward(dout_NE: Tensor, gate_NE: Tensor, up_NE: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    wide = accumulator_dtype(gate_NE.dtype)
+    value_NE, slope_NE = _activation(gate_NE.to(wide), activation)
+    dgate_NE, dup_NE = dout_NE.to(wide) * up_NE.to(wide) * slope_NE, dout_NE.to(wide) * value_NE
+    return dgate_NE.to(gate_NE.dtype), dup_NE.to(up_NE.dtype)
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+        ctx.activation = activation
+        ctx.save_for_backward(gate, up)
+        return _code_for(gate).gated_forward(_rows(gate), _rows(up), activation).view(gate.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        dgate_NE, dup_NE = _code_for(gate).gated_backward(_rows(dout), _rows(gate), _rows(up), ctx.activation)
+        return dgate_NE.view(gate.shape), dup_NE.view(up.shape), None
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """`activation(gate) * up`."""
+    return _Gated.apply(gate, up, activation)
+
+
+# --- Rotary embedding -----------------------------------------------------------------------------------------------------
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    """`(-second half, first half)` of the last axis; its transpose is its negative."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def rotate(x_BHLD: Tensor, cos_BLD: Tensor, sin_BLD: Tensor, *, back: bool) -> Tensor:
+    """`x * cos + rotate_half(x) * sin`, or with `back` the transpose of that map."""
+    wide = accumulator_dtype(x_BHLD.dtype)
+    x, cos, sin = x_BHLD.to(wide), cos_BLD.to(wide).unsqueeze(1), sin_BLD.to(wide).unsqueeze(1)
+    out_BHLD = x * cos - _rotate_half(x * sin) if back else x * cos + _rotate_half(x) * sin
+    return out_BHLD.to(x_BHLD.dtype)
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BHLD: Tensor, cos_BLD: Tensor, sin_BLD: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_BLD, sin_BLD)
+        return _code_for(x_BHLD).rotate(_dense(x_BHLD), _dense(cos_BLD), _dense(sin_BLD), back=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_BHLD: Tensor) -> tuple[Tensor | None, ...]:
+        angles = map(_dense, ctx.saved_tensors)
+        return _code_for(dout_BHLD).rotate(_dense(dout_BHLD), *angles, back=True), None, None
+
+
+def rotary(x_BHLD: Tensor, cos_BLD: Tensor, sin_BLD: Tensor) -> Tensor:
+    """`x * cos + rotate_half(x) * sin`, the same angles for every head."""
+    return _Rotary.apply(x_BHLD, cos_BLD, sin_BLD)

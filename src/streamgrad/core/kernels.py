@@ -1,0 +1,192 @@
+"""The parts of a decoder layer between its matrix products as Triton kernels: fp32 in registers, one rounding at the end.
+
+They equal the torch functions of the same names in `fused`, which are their reference. Importing this module needs Triton;
+`fused` does so only for tensors on a GPU. Offsets are 64-bit: rows times width pass 2^31.
+
+Shapes: N rows, E width of a row, B batch, H heads, L tokens, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Elements that a program holds of each operand at a time.
+TILE = 4096
+
+
+def norm_forward(x_NE: Tensor, weight_E: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    rows, width = x_NE.shape
+    out_NE, inverse_N1 = torch.empty_like(x_NE), x_NE.new_empty((rows, 1), dtype=torch.float32)
+    block, tile = _row_tile(width)
+    with torch.cuda.device_of(x_NE):
+        _norm_forward_kernel[(triton.cdiv(rows, tile),)](
+            x_NE, weight_E, out_NE, inverse_N1, rows, x_NE.stride(0), eps, offset, E=width, ROWS=tile, BLOCK=block, num_warps=8
+        )
+    return out_NE, inverse_N1
+
+
+def norm_backward(dout_NE: Tensor, x_NE: Tensor, inverse_N1: Tensor, weight_E: Tensor, offset: float) -> tuple[Tensor, Tensor]:
+    rows, width = x_NE.shape
+    block, tile = _row_tile(width)
+    # Each program sums the weight's gradient over the rows it goes through; what is left is a sum over programs.
+    programs = min(triton.cdiv(rows, tile), 4 * torch.cuda.get_device_properties(x_NE.device).multi_processor_count)
+    dx_NE, partial = torch.empty_like(x_NE), x_NE.new_empty((programs, width), dtype=torch.float32)
+    with torch.cuda.device_of(x_NE):
+        _norm_backward_kernel[(programs,)](
+            dout_NE, x_NE, inverse_N1, weight_E, dx_NE, partial, rows, dout_NE.stride(0), x_NE.stride(0), offset,
+            E=width, ROWS=tile, BLOCK=block, num_warps=8,
+        )  # fmt: skip
+    return dx_NE, partial.sum(dim=0)
+
+
+def gated_forward(gate_NE: Tensor, up_NE: Tensor, activation: str) -> Tensor:
+    rows, width = gate_NE.shape
+    out_NE = gate_NE.new_empty((rows, width))
+    block = min(TILE, triton.next_power_of_2(width))
+    with torch.cuda.device_of(gate_NE):
+        _gated_forward_kernel[(rows, triton.cdiv(width, block))](
+            gate_NE, up_NE, out_NE, gate_NE.stride(0), up_NE.stride(0), E=width, ACTIVATION=activation, BLOCK=block, num_warps=8
+        )
+    return out_NE
+
+
+def gated_backward(dout_NE: Tensor, gate_NE: Tensor, up_NE: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    rows, width = gate_NE.shape
+    dgate_NE, dup_NE = gate_NE.new_empty((2, rows, width))
+    block = min(TILE, triton.next_power_of_2(width))
+    with torch.cuda.device_of(gate_NE):
+        _gated_backward_kernel[(rows, triton.cdiv(width, block))](
+            dout_NE, gate_NE, up_NE, dgate_NE, dup_NE, dout_NE.stride(0), gate_NE.stride(0), up_NE.stride(0),
+            E=width, ACTIVATION=activation, BLOCK=block, num_warps=8,
+        )  # fmt: skip
+    return dgate_NE, dup_NE
+
+
+def rotate(x_BHLD: Tensor, cos_BLD: Tensor, sin_BLD: Tensor, *, back: bool) -> Tensor:
+    """Laid out in memory as (B, L, H, D), which is how projections make heads and consume them."""
+    batch, heads, length, size = x_BHLD.shape
+    out_BLHD = x_BHLD.new_empty((batch, length, heads, size))
+    cos_BLD, sin_BLD = cos_BLD.expand(batch, -1, -1), sin_BLD.expand(batch, -1, -1)
+    with torch.cuda.device_of(x_BHLD):
+        _rotate_kernel[(length, batch)](
+            x_BHLD, cos_BLD, sin_BLD, out_BLHD, *x_BHLD.stride()[:3], *cos_BLD.stride()[:2], *sin_BLD.stride()[:2],
+            *out_BLHD.stride()[:2], H=heads, HALF=size // 2, BACK=back,
+            HEADS=triton.next_power_of_2(heads), BLOCK=triton.next_power_of_2(size // 2), num_warps=4,
+        )  # fmt: skip
+    return out_BLHD.transpose(1, 2)
+
+
+def _row_tile(width: int) -> tuple[int, int]:
+    """The width of a row in memory words of a program, and how many rows it holds at a time."""
+    block = triton.next_power_of_2(width)
+    return block, max(1, TILE // block)
+
+
+@triton.jit
+def _norm_forward_kernel(
+    x, weight, out, inverse, rows, x_stride, eps, offset, E: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < E)
+    values = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(values * values, axis=1, keep_dims=True) / E + eps)
+    factor = tl.load(weight + column, mask=column < E, other=0.0).to(tl.float32) + offset
+    tl.store(out + row * E + column, values * scale * factor, mask=inside)
+    tl.store(inverse + row, scale, mask=row < rows)
+
+
+@triton.jit
+def _norm_backward_kernel(
+    dout, x, inverse, weight, dx, partial, rows, dout_stride, x_stride, offset,
+    E: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, BLOCK)[None, :]
+    factor = tl.load(weight + column, mask=column < E, other=0.0).to(tl.float32) + offset
+    dweight = tl.zeros((1, BLOCK), dtype=tl.float32)
+    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        inside = (row < rows) & (column < E)
+        scale = tl.load(inverse + row, mask=row < rows, other=0.0)
+        unit = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32) * scale
+        upstream = tl.load(dout + row * dout_stride + column, mask=inside, other=0.0).to(tl.float32)
+        dweight += tl.sum(upstream * unit, axis=0, keep_dims=True)
+        dunit = upstream * factor
+        projection = tl.sum(dunit * unit, axis=1, keep_dims=True) / E
+        tl.store(dx + row * E + column, scale * (dunit - unit * projection), mask=inside)
+    tl.store(partial + tl.program_id(0) * E + column, dweight, mask=column < E)
+
+
+@triton.jit
+def _activation(gate, ACTIVATION: tl.constexpr):
+    """Its value and its slope."""
+    if ACTIVATION == "silu":
+        half = tl.sigmoid(gate)
+        return gate * half, half * (1.0 + gate * (1.0 - half))
+    elif ACTIVATION == "gelu":
+        half = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+        return gate * half, half + gate * tl.exp(-0.5 * gate * gate) * 0.3989422804014327
+    else:
+        # tanh(u) = 2 sigmoid(2u) - 1
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        tanh = 2.0 * tl.sigmoid(2.0 * inner) - 1.0
+        dinner = 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * gate * gate)
+        return 0.5 * gate * (1.0 + tanh), 0.5 * (1.0 + tanh) + 0.5 * gate * (1.0 - tanh * tanh) * dinner
+
+
+@triton.jit
+def _gated_forward_kernel(gate, up, out, gate_stride, up_stride, E: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < E
+    gate_values = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    up_values = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    value, _ = _activation(gate_values, ACTIVATION)
+    tl.store(out + row * E + column, value * up_values, mask=inside)
+
+
+@triton.jit
+def _gated_backward_kernel(
+    dout, gate, up, dgate, dup, dout_stride, gate_stride, up_stride,
+    E: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < E
+    upstream = tl.load(dout + row * dout_stride + column, mask=inside, other=0.0).to(tl.float32)
+    gate_values = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    up_values = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    value, slope = _activation(gate_values, ACTIVATION)
+    tl.store(dgate + row * E + column, upstream * up_values * slope, mask=inside)
+    tl.store(dup + row * E + column, upstream * value, mask=inside)
+
+
+@triton.jit
+def _rotate_kernel(
+    x, cos, sin, out, x_b, x_h, x_l, cos_b, cos_l, sin_b, sin_l, out_b, out_l,
+    H: tl.constexpr, HALF: tl.constexpr, BACK: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
+    inside = (head < H) & (column < HALF)
+    x += batch * x_b + token * x_l
+    first = tl.load(x + head * x_h + column, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + head * x_h + HALF + column, mask=inside, other=0.0).to(tl.float32)
+    cos += batch * cos_b + token * cos_l
+    sin += batch * sin_b + token * sin_l
+    cos_first = tl.load(cos + column, mask=column < HALF, other=0.0).to(tl.float32)
+    cos_second = tl.load(cos + HALF + column, mask=column < HALF, other=0.0).to(tl.float32)
+    sin_first = tl.load(sin + column, mask=column < HALF, other=0.0).to(tl.float32)
+    sin_second = tl.load(sin + HALF + column, mask=column < HALF, other=0.0).to(tl.float32)
+    if BACK:
+        new_first = first * cos_first + second * sin_second
+        new_second = second * cos_second - first * sin_first
+    else:
+        new_first = first * cos_first - second * sin_first
+        new_second = second * cos_second + first * sin_second
+    out += batch * out_b + token * out_l
+    tl.store(out + head * (2 * HALF) + column, new_first, mask=inside)
+    tl.store(out + head * (2 * HALF) + HALF + column, new_second, mask=inside)

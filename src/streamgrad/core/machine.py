@@ -1,0 +1,48 @@
+"""How much memory there is: on a device, for this process, and on the host."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+# Of the host memory that is available: the rest is for the program itself and for the kernel's own needs.
+HOST_SHARE = 0.85
+
+
+def device_budget_bytes(device: torch.device) -> float:
+    """What this process may hold on a CUDA device: what it holds now, and what is free, within its own limit if it has one."""
+    free, total = torch.cuda.mem_get_info(device)
+    within_reach = torch.cuda.memory_reserved(device) + free
+    fraction = torch.cuda.get_per_process_memory_fraction(device)
+    return min(within_reach, fraction * total)
+
+
+def host_budget_bytes(*, held_bytes: int) -> float:
+    """What this process may take of the host's memory, `held_bytes` of which it has already.
+
+    Shared evenly between the processes that a launcher has started on this machine.
+    """
+    processes = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return held_bytes + HOST_SHARE * available_host_bytes() / processes
+
+
+def available_host_bytes() -> float:
+    """The kernel's estimate of what can be allocated, within the limit of the control group if there is one."""
+    available = float("inf")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        available = 1024.0 * float(fields["MemAvailable"].split()[0])
+    for limit_file, usage_file in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            limit, usage = Path(limit_file).read_text().strip(), Path(usage_file).read_text().strip()
+        except OSError:
+            continue
+        if limit != "max":
+            available = min(available, max(0.0, float(limit) - float(usage)))
+    return available

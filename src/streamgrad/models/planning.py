@@ -1,0 +1,139 @@
+"""One decoder call's plan: what `StreamConfig` leaves open, decided when the first layer has shown what it costs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streamgrad.config import StreamConfig
+from streamgrad.core.machine import device_budget_bytes, host_budget_bytes
+from streamgrad.core.policy import MARGIN, MARGIN_OF_BUDGET, LayerCosts, LayerPolicy, Plan, Step, choose_plan, chunk_sizes
+from streamgrad.core.probe import measured_costs
+from streamgrad.core.storage import HostStore
+
+logger = logging.getLogger("streamgrad")
+
+# Of a budget, for a caller that does something unknown with the hidden states: its own head, its own loss.
+UNKNOWN_HEAD_SHARE = 0.2
+
+
+@dataclass(frozen=True)
+class HeadCosts:
+    """What the head of the model will hold while it works, and the gradients it will leave."""
+
+    bytes: float
+    gradient_bytes: float
+
+
+class Planner:
+    """Plans for one model; costs are measured once for each way it is run."""
+
+    def __init__(self, config: StreamConfig) -> None:
+        self.config = config
+        self.latest: Plan | None = None
+        self._costs: dict[tuple, LayerCosts] = {}
+
+    def chunk_size(self, batch: int, sequence: int) -> int:
+        """Where nothing is kept: of `StreamConfig`, or the largest of auto's."""
+        given = self.config.chunk_size
+        return given if isinstance(given, int) else chunk_sizes(batch, sequence)[0]
+
+    def plan(
+        self,
+        decoder: nn.Module,
+        layers: list[nn.Module],
+        h_BTE: Tensor,
+        run: Callable[..., Tensor],
+        mask: object,
+        backends: list,
+        head: HeadCosts | None,
+        store: HostStore,
+    ) -> Plan:
+        """For a decoder whose first layer is about to run on `h_BTE` through `run` (see `StreamedCall`)."""
+        config, batch, sequence = self.config, h_BTE.shape[0], h_BTE.shape[1]
+        if not self._must_measure(decoder, h_BTE):
+            keep = "input" if config.keep == "auto" else config.keep
+            policies = (LayerPolicy(keep, on_host=config.offload == "host" and keep != "all"),) * len(layers)
+            self.latest = Plan(policies, self.chunk_size(batch, sequence), 0.0, 0.0)
+            return self.latest
+        costs = self._measured(layers[0], run, mask, backends, h_BTE)
+        on_cuda = h_BTE.device.type == "cuda"
+        resident = torch.cuda.memory_allocated(h_BTE.device) if on_cuda else _bytes_of(decoder)
+        limit = (1.0 - MARGIN) * device_budget_bytes(h_BTE.device) if on_cuda else float("inf")
+        budget = min(limit, (1.0 - MARGIN_OF_BUDGET) * (config.budget_bytes or float("inf")))
+        if head is None:
+            head = HeadCosts(2 * h_BTE.nbytes + UNKNOWN_HEAD_SHARE * budget, 0.0)
+        step = Step(costs, len(layers), batch, sequence, resident, head.gradient_bytes, head.bytes)
+        plan, fits = choose_plan(
+            step,
+            keep=config.keep,
+            offload=config.offload if on_cuda else "none",
+            chunk_size=config.chunk_size if isinstance(config.chunk_size, int) else None,
+            budget_bytes=budget,
+            host_budget_bytes=host_budget_bytes(held_bytes=store.pool.total_bytes),
+        )
+        if not fits:
+            self._refuse(step, plan, budget, store)
+        if self.latest is None or plan.policies != self.latest.policies:
+            logger.debug("streamgrad: %d x %d tokens within %.1f GiB: %s", batch, sequence, budget / 2**30, plan)
+        self.latest = plan
+        return plan
+
+    def _must_measure(self, decoder: nn.Module, h_BTE: Tensor) -> bool:
+        """Where there is something to decide, and memory to decide it by."""
+        config = self.config
+        if config.budget_bytes is not None:
+            return True
+        if h_BTE.device.type != "cuda" or len({parameter.device for parameter in decoder.parameters()}) > 1:
+            return False
+        return config.keep == "auto" or config.offload == "auto" or config.offload == "host"
+
+    def _measured(self, layer: nn.Module, run: Callable[..., Tensor], mask: object, backends: list, h_BTE: Tensor) -> LayerCosts:
+        trainable = tuple(parameter.requires_grad for parameter in layer.parameters())
+        has_gradients = any(parameter.grad is not None for parameter in layer.parameters())
+        autocast = torch.is_autocast_enabled(h_BTE.device.type) and torch.get_autocast_dtype(h_BTE.device.type)
+        key = (h_BTE.dtype, autocast, trainable, has_gradients, layer.training)
+        if key not in self._costs:
+            self._costs[key] = measured_costs(layer, run, mask, backends, h_BTE)
+        return self._costs[key]
+
+    def _refuse(self, step: Step, plan: Plan, budget: float, store: HostStore) -> None:
+        """Before the step starts, where the user has named the limit; else the device has the last word."""
+        host = host_budget_bytes(held_bytes=store.pool.total_bytes)
+        if plan.host_bytes > host:
+            raise ValueError(
+                f"offload='host' needs {plan.host_bytes / 2**30:.1f} GiB of host memory for {step.batch} x {step.sequence} tokens, "
+                f"and {host / 2**30:.1f} GiB are available to this process. Pass offload='auto', keep='input', or a shorter sequence."
+            )
+        if self.config.budget_bytes is None or plan.peak_bytes <= budget:
+            return
+        longest = self._longest(step, budget, host)
+        raise ValueError(
+            f"memory_budget={self.config.memory_budget!r} cannot hold {step.batch} x {step.sequence} tokens: about "
+            f"{plan.peak_bytes / 2**30:.2f} GiB are needed at least ({plan}). "
+            + (f"About {longest} tokens a sequence would fit." if longest else "Not even a short sequence would fit.")
+        )
+
+    def _longest(self, step: Step, budget: float, host: float) -> int:
+        """By bisection, to 128 tokens."""
+        low, high = 0, step.sequence
+        while high - low > 128:
+            middle = (low + high) // 2
+            scaled = replace(step, sequence=middle, head_bytes=step.head_bytes * middle / step.sequence)
+            _, fits = choose_plan(
+                scaled, keep=self.config.keep, offload=self.config.offload, chunk_size=None, budget_bytes=budget,
+                host_budget_bytes=host,
+            )  # fmt: skip
+            low, high = (middle, high) if fits else (low, middle)
+        return low
+
+
+def _bytes_of(decoder: Any) -> float:
+    """On a device whose allocator keeps no count: the decoder's weights and the gradients they have."""
+    tensors = [*decoder.parameters(), *decoder.buffers()]
+    return sum(tensor.nbytes + (0 if tensor.grad is None else tensor.grad.nbytes) for tensor in tensors)

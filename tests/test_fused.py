@@ -1,0 +1,175 @@
+"""Fused norms, gated activations and rotary embeddings: their gradients, what they recognise, and whole models with them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import batches
+import streamgrad
+from gradients import assert_same_step, no_float32, run_step
+from streamgrad.core.fused import ACTIVATIONS, Norm, gated, rms_norm, rotary
+from streamgrad.models.fusion import Fusion
+from tiny import tiny_model
+
+STOCK = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+
+
+def leaf(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_norm(offset):
+    torch.manual_seed(0)
+    x, weight = leaf(2, 3, 47), leaf(47)
+
+    def stock(x, weight):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * (offset + weight)
+
+    def fused(x, weight):
+        return rms_norm(x, weight, Norm(1e-5, offset))
+
+    torch.testing.assert_close(fused(x, weight), stock(x, weight), rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(fused, (x, weight))
+    assert torch.autograd.gradcheck(fused, (x.detach(), weight))
+    assert torch.autograd.gradcheck(fused, (x.transpose(0, 2), leaf(2)))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_activation(activation):
+    torch.manual_seed(0)
+    gate, up = leaf(2, 3, 31), leaf(2, 3, 31)
+    torch.testing.assert_close(gated(gate, up, activation), STOCK[activation](gate) * up, rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(lambda gate, up: gated(gate, up, activation), (gate, up))
+    joint = leaf(3, 62)
+    assert torch.autograd.gradcheck(lambda joint: gated(*joint.chunk(2, dim=-1), activation), (joint,))
+
+
+@pytest.mark.parametrize("angle_rows", [1, 2])
+def test_rotary(angle_rows):
+    """With angles that differ in both halves, so that a swapped half shows."""
+    torch.manual_seed(0)
+    x, cos, sin = leaf(2, 3, 5, 8), *torch.randn(2, angle_rows, 5, 8, dtype=torch.float64)
+
+    def stock(x):
+        turned = torch.cat((-x[..., 4:], x[..., :4]), dim=-1)
+        return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
+
+    torch.testing.assert_close(rotary(x, cos, sin), stock(x), rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(lambda x: rotary(x, cos, sin), (x,))
+
+
+# How many norms and MLPs of a layer are fused, and whether its rotary embedding is.
+RECOGNISED = {
+    "llama": (3, True),
+    "qwen2": (3, True),
+    "qwen3": (5, True),
+    "mistral": (3, True),
+    "gemma2": (5, True),
+    "gemma3_text": (7, True),
+    "phi3": (3, False),
+    "granite": (3, True),
+    "smollm3": (3, True),
+    "olmo2": (5, False),
+    "gpt_oss": (2, False),
+    "gpt_neox": (0, False),
+    "cohere": (1, False),
+}
+
+
+@pytest.mark.parametrize("family", RECOGNISED)
+def test_what_is_recognised_and_that_nothing_else_changes(family):
+    """A layer whose parts are fused gives plain backpropagation's gradients, through chunks and through the ordinary graph."""
+    model = tiny_model(family)
+    fusion = Fusion(model.get_decoder().layers[0].modules(), mode="on")
+    assert (len(fusion._forwards), bool(fusion._rotary_globals)) == RECOGNISED[family]
+    batch = batches.right_padded(model)
+    with no_float32():
+        expected = run_step(model, batch)
+        for keep, chunk_size in (("input", 7), ("attention", 7), ("all", 7)):
+            streamgrad.enable(model, keep=keep, chunk_size=chunk_size, compile="on")
+            assert_same_step(run_step(model, batch), expected, 1e-10)
+            streamgrad.disable(model)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_patched_or_watched_part_is_left_alone():
+    model = tiny_model("llama")
+    layer = model.get_decoder().layers[0]
+    layer.mlp.act_fn.register_forward_hook(lambda *_: None)
+    layer.input_layernorm.forward = layer.input_layernorm.forward
+    assert [module for module, _ in Fusion(layer.modules(), mode="on")._forwards] == [layer.post_attention_layernorm]
+    assert not Fusion(layer.modules(), mode="off")._forwards
+    assert not Fusion([nn.Linear(2, 2)], mode="on")._forwards
+
+
+def test_rotary_is_put_back_when_a_layer_fails():
+    layer = tiny_model("llama").get_decoder().layers[0]
+    names = type(layer.self_attn).forward.__globals__
+    stock = names["apply_rotary_pos_emb"]
+
+    def fails():
+        with Fusion(layer.modules(), mode="on").installed():
+            assert names["apply_rotary_pos_emb"] is not stock
+            raise ZeroDivisionError
+
+    pytest.raises(ZeroDivisionError, fails)
+    assert names["apply_rotary_pos_emb"] is stock
+
+
+# --- The Triton kernels, held to the torch code on the same device --------------------------------------------------------
+
+on_cuda = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+ERROR = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-6}
+
+
+def compare_on_cuda(function, operands, dtype):
+    """Values and gradients of `function` in `dtype` on CUDA against float64 on CPU."""
+    inputs = [operand.detach().to("cuda", dtype).requires_grad_() for operand in operands]
+    exact = [tensor.detach().cpu().double().requires_grad_() for tensor in inputs]
+    out, truth = function(*inputs), function(*exact)
+    dout = torch.randn_like(truth)
+    out.backward(dout.to("cuda", dtype))
+    truth.backward(dout.to(dtype).double())
+    for ours, theirs in [(out, truth), *((a.grad, b.grad) for a, b in zip(inputs, exact, strict=True))]:
+        assert ours.isfinite().all()
+        error = (ours.detach().cpu().double() - theirs).norm() / theirs.norm()
+        assert error < ERROR[dtype], error
+
+
+@pytest.mark.parametrize("dtype", list(ERROR))
+@pytest.mark.parametrize("shape", [(3, 47, 31), (1, 513, 128), (700, 2560), (1, 123, 5, 256), (2, 9, 8192)])
+class TestKernels:
+    pytestmark = on_cuda
+
+    def test_norm(self, shape, dtype):
+        torch.manual_seed(0)
+        compare_on_cuda(lambda x, w: rms_norm(x, w, Norm(1e-6, 1.0)), (torch.randn(shape), torch.randn(shape[-1])), dtype)
+
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    def test_gated(self, shape, dtype, activation):
+        torch.manual_seed(0)
+        compare_on_cuda(lambda g, u: gated(g, u, activation), (torch.randn(shape), torch.randn(shape)), dtype)
+        joint = torch.randn(*shape[:-1], 2 * shape[-1])
+        compare_on_cuda(lambda joint: gated(*joint.chunk(2, dim=-1), activation), (joint,), dtype)
+
+
+@pytest.mark.parametrize("dtype", list(ERROR))
+@pytest.mark.parametrize("shape", [(1, 37, 32, 128), (2, 9, 6, 64), (3, 5, 1, 80)])
+class TestRotaryKernel:
+    pytestmark = on_cuda
+
+    @pytest.mark.parametrize("shared_angles", [False, True])
+    def test_rotary(self, shape, dtype, shared_angles):
+        torch.manual_seed(0)
+        batch, length, heads, size = shape
+        cos, sin = torch.randn(2, 1 if shared_angles else batch, length, size)
+
+        def function(x_BLHD):
+            angles = [angle.to(x_BLHD.device, x_BLHD.dtype) for angle in (cos.to(dtype), sin.to(dtype))]
+            return rotary(x_BLHD.transpose(1, 2), *angles)
+
+        compare_on_cuda(function, (torch.randn(batch, length, heads, size),), dtype)

@@ -1,0 +1,179 @@
+"""Plans: the fastest that fits, by arithmetic alone; and steps under a budget, whose live bytes are counted."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import streamgrad
+from gradients import assert_same_step, run_step
+from streamgrad.config import parse_bytes
+from streamgrad.core.policy import LayerCosts, LayerPolicy, Plan, Step, choose_plan, chunk_sizes, host_bytes, predicted_peak
+from streamgrad.models.forwards import InstalledForward
+from streamgrad.profile.live import LiveBytes
+from tiny import tiny_model, tokens
+
+GB = 1e9
+COSTS = LayerCosts(input=5e3, keys_and_values=4e3, attention=8e3, graph=1.1e5, gradients=2e8, gradient_sums=4e8)
+
+
+def step_of(sequence: int, *, batch: int = 1) -> Step:
+    return Step(COSTS, 36, batch, sequence, resident_bytes=8 * GB, other_gradient_bytes=0.8 * GB, head_bytes=3 * GB)
+
+
+def plan_of(sequence: int, budget: float, *, keep="auto", offload="auto", host: float = 100 * GB, chunk_size=None):
+    return choose_plan(
+        step_of(sequence), keep=keep, offload=offload, chunk_size=chunk_size, budget_bytes=budget, host_budget_bytes=host
+    )
+
+
+def slowness(plan: Plan) -> int:
+    """Layers that run again, and twice those whose attention does."""
+    return sum({"all": 0, "attention": 1, "input": 3}[policy.keep] for policy in plan.policies)
+
+
+def kinds(plan: Plan) -> list[str]:
+    return list(dict.fromkeys(str(policy) for policy in plan.policies))
+
+
+def test_from_everything_to_the_smallest():
+    """One length under smaller and smaller budgets."""
+    assert kinds(plan_of(36_000, 200 * GB)[0]) == ["all"]
+    assert kinds(plan_of(36_000, 100 * GB)[0]) == ["attention", "all"]
+    assert kinds(plan_of(36_000, 30 * GB)[0]) == ["attention on host", "attention"]
+    assert kinds(plan_of(36_000, 24 * GB, host=8 * GB)[0]) == ["input on host", "attention on host", "attention"]
+    assert kinds(plan_of(36_000, 30 * GB, offload="none")[0]) == ["input", "attention"]
+    assert kinds(plan_of(36_000, 200 * GB, offload="host")[0]) == ["attention on host"]
+    assert kinds(plan_of(36_000, 200 * GB, keep="input")[0]) == ["input"]
+    assert kinds(plan_of(36_000, 200 * GB, keep="attention")[0]) == ["attention"]
+    assert kinds(plan_of(400_000, 60 * GB, keep="input", host=60 * GB)[0]) == ["input on host", "input"]
+
+
+def test_without_room_there_is_the_smallest_plan_and_a_no():
+    plan, fits = plan_of(400_000, 9 * GB, host=80 * GB)
+    assert not fits and plan.chunk_size == 1024 and plan.host_bytes <= 80 * GB
+    plan, fits = plan_of(400_000, 200 * GB, keep="attention", offload="host", host=1 * GB)
+    assert not fits and plan.host_bytes > 1 * GB
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sequence=st.integers(1, 600_000),
+    budget=st.floats(9 * GB, 200 * GB),
+    more=st.floats(1.0, 4.0),
+    host=st.floats(0, 200 * GB),
+    keep=st.sampled_from(["auto", "input", "attention", "all"]),
+    offload=st.sampled_from(["auto", "none", "host"]),
+)
+def test_a_plan_keeps_its_promises(sequence, budget, more, host, keep, offload):
+    step = step_of(sequence)
+    plan, fits = plan_of(sequence, budget, keep=keep, offload=offload, host=host)
+    assert len(plan.policies) == step.layers and plan.chunk_size >= 1
+    assert plan.peak_bytes == predicted_peak(step, plan.policies, plan.chunk_size)
+    assert plan.host_bytes == host_bytes(step, plan.policies)
+    if keep != "auto":
+        assert {policy.keep for policy in plan.policies} == {keep}
+    if offload == "none" or keep == "all":
+        assert not plan.host_bytes
+    if fits:
+        assert plan.peak_bytes <= budget and plan.host_bytes <= host
+        roomier, still_fits = plan_of(sequence, budget * more, keep=keep, offload=offload, host=host)
+        assert still_fits and slowness(roomier) <= slowness(plan)
+
+
+def test_chunks_are_equal_and_few():
+    assert chunk_sizes(1, 6000)[0] == 6000
+    assert chunk_sizes(1, 36_000)[0] == 7296  # five of them, the last a little shorter
+    assert chunk_sizes(8, 36_000)[0] <= 1024
+    assert chunk_sizes(1, 3) == [3, 3, 3, 3]
+    for sequence in (1, 127, 8192, 8193, 100_000):
+        sizes = chunk_sizes(1, sequence)
+        assert sizes == sorted(sizes, reverse=True) and all(1 <= size <= max(sequence, 1) for size in sizes)
+
+
+AMOUNTS = [
+    ("80GiB", 80 * 2**30),
+    ("79.5 GB", 79_500_000_000),
+    (1024, 1024),
+    ("", None),
+    (-1, None),
+    ("80 GX", None),
+    (True, None),
+]
+
+
+@pytest.mark.parametrize(("text", "count"), AMOUNTS)
+def test_amounts_of_memory(text, count):
+    if count is not None:
+        assert parse_bytes(text) == count
+        assert streamgrad.StreamConfig(memory_budget=text).budget_bytes == count
+    else:
+        with pytest.raises(ValueError, match="80GiB"):
+            streamgrad.StreamConfig(memory_budget=text)
+
+
+# --- Steps under a budget -----------------------------------------------------------------------------------------------
+
+SHAPE = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 6}
+LENGTH = 1024
+
+
+def counted_step(model, ids) -> tuple[int, Plan]:
+    """Bytes of the weights and of everything alive at the peak of a step, and the plan that was followed."""
+    model.zero_grad(set_to_none=True)
+    with LiveBytes() as live:
+        model(input_ids=ids, labels=ids).loss.backward()
+    return sum(parameter.nbytes for parameter in model.parameters()) + live.peak_bytes, latest_plan(model)
+
+
+def latest_plan(model) -> Plan:
+    return InstalledForward.on(model.get_decoder()).stream.planner.latest
+
+
+def test_a_step_fills_its_budget_and_does_not_exceed_it():
+    """From the ordinary graph down to the smallest plan: the same gradients, and fewer bytes than allowed."""
+    model = tiny_model("llama", dtype=torch.float32, **SHAPE)
+    ids = tokens(1, LENGTH)
+    batch = {"input_ids": ids, "labels": ids}
+    expected = run_step(model, batch)
+    seen = set()
+    for megabytes in (60, 30, 10, 7):
+        streamgrad.enable(model, memory_budget=f"{megabytes}MB", head_chunk_size=64, chunk_size=128)
+        assert_same_step(run_step(model, batch), expected, 1e-5)
+        used, plan = counted_step(model, ids)
+        assert used <= megabytes * 1e6, f"{used / 1e6:.2f} MB of {megabytes}: {plan}"
+        seen.add(tuple(kinds(plan)))
+        streamgrad.disable(model)
+    assert ("all",) in seen and len(seen) >= 3, seen
+
+
+def test_a_budget_that_cannot_hold_a_step_says_what_would_fit():
+    model = tiny_model("llama", dtype=torch.float32, **SHAPE)
+    ids = tokens(1, LENGTH)
+    streamgrad.enable(model, memory_budget="5MB", head_chunk_size=64, chunk_size=128)
+    with pytest.raises(ValueError, match=r"cannot hold 1 x 1024 tokens.*About \d+ tokens a sequence would fit"):
+        model(input_ids=ids, labels=ids)
+
+
+def test_measuring_a_layer_leaves_no_trace():
+    """The probe draws from no generator, and hooks see one more call of each module at most."""
+    model = tiny_model("gpt_neox", dtype=torch.float32, hidden_dropout=0.3)
+    ids = tokens(1, 64)
+    outcomes = []
+    for budget in (None, "1GB"):
+        torch.manual_seed(3)
+        streamgrad.enable(model, memory_budget=budget, keep="attention", chunk_size=16)
+        outcomes.append(run_step(model, {"input_ids": ids, "labels": ids}))
+        streamgrad.disable(model)
+    assert_same_step(outcomes[1], outcomes[0], 1e-12)
+
+
+def test_policies_read_well():
+    plan = Plan((LayerPolicy("input", on_host=True), LayerPolicy("all")), 4096, 2.5 * 2**30, 2**30)
+    expected = "1 x input on host, 1 x all; chunks of 4096 tokens; about 2.5 GiB on the device and 1.0 GiB on the host"
+    assert str(plan) == expected
+    assert "on the host" not in str(dataclasses.replace(plan, host_bytes=0.0))
