@@ -2,8 +2,8 @@
 
     accelerate launch --config_file examples/accelerate_configs/fsdp2.yaml examples/accelerate_example.py Qwen/Qwen3-0.6B
 
-(or `torchrun --nproc_per_node 2`, or plain `python`). It trains on random tokens; put your own data in their place. The lines that
-matter for streamgrad are marked.
+(or `torchrun --nproc_per_node 2`, or plain `python`). It trains on random tokens; put your own data in their place. The lines
+that matter for streamgrad are marked.
 """
 
 from __future__ import annotations

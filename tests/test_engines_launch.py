@@ -77,18 +77,10 @@ NEEDS_HEAD_OUTPUT = pytest.mark.xfail(
     ],
 )
 def test_accelerate_launch(start, plain, tmp_path, config, engine):
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", CONFIGS / f"{config}.yaml", "--main_process_port", "0"]
     # In fp32 and without clipping, to be comparable; a clipping of 0 would mean Accelerate's default.
-    options = ["--gradient_clipping", "1e9"] if engine == "DEEPSPEED" else []
-    launcher = [
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        CONFIGS / f"{config}.yaml",
-        "--mixed_precision",
-        "no",
-        *options,
-    ]
-    check_run([*launcher, "--main_process_port", "0"], start, plain, tmp_path, says=engine)
+    launcher += ["--mixed_precision", "no", *(["--gradient_clipping", "1e9"] if engine == "DEEPSPEED" else [])]
+    check_run(launcher, start, plain, tmp_path, says=engine)
 
 
 def test_torchrun(start, plain, tmp_path):
