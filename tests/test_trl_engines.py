@@ -1,0 +1,92 @@
+"""Token scores and TRL's trainers with streamed models on two processes, under DDP and FSDP2."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from trl.trainer.utils import add_fused_lm_head
+
+from engine_worker import launch
+from gradients import no_float32, worst_gradient_error
+from streamgrad import StreamConfig
+from streamgrad.trl.scoring import add_streamed_head
+from tiny import tiny_model, tokens
+from trainers import history, tokenizer, trl_on_full_logits
+
+FIELDS = ("log_probs", "entropy", "is_top1")
+
+
+def trained(saved: str) -> list[list[list[dict]]]:
+    """On one rank, under DDP: for each trainer, the history of stock and of the streamed one."""
+    from test_trl_training import build, load
+
+    warnings.simplefilter("ignore")
+    results = []
+    for name, method in (("sft", "full"), ("dpo", "lora"), ("grpo", "full")):
+        histories = []
+        for streamed in (False, True):
+            with no_float32(), trl_on_full_logits():
+                trainer = build(
+                    name, saved, load(saved), streamed=streamed, method=method, ddp_backend="gloo", learning_rate=1e-3,
+                    max_steps=2, gradient_accumulation_steps=1,
+                )  # fmt: skip
+                histories.append(history(trainer))
+                assert isinstance(trainer.model_wrapped, torch.nn.parallel.DistributedDataParallel)
+        results.append(histories)
+    return results
+
+
+def test_trainers_under_ddp(tmp_path):
+    """They log what stock TRL logs on two processes, the norms of reduced gradients among it."""
+    tiny_model("qwen3").save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    first, second = launch(trained, str(tmp_path))
+    assert first == second, "ranks log different things"
+    assert len(first) == 3
+    for stock, streamed in first:
+        assert len(streamed) == len(stock) == 2
+        for ours, theirs in zip(streamed, stock, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-8, abs=1e-10)
+
+
+def scored_loss(model, rank: int) -> torch.Tensor:
+    """A loss of log-probabilities and entropies, on a batch of this rank's own length."""
+    ids = tokens(2, (20, 9)[rank], seed=rank)
+    labels = ids.clone()
+    labels[:, :3] = -100
+    outputs = model(input_ids=ids, labels=labels, fused_lm_head=True)
+    return (outputs.log_probs.sin() + 0.3 * outputs.entropy).sum()
+
+
+def sharded_gradients(cases: list[tuple[str, bool]]) -> list[dict[str, torch.Tensor]]:
+    """On one rank: the gradients of `scored_loss` for each `(family, head a unit of its own)`, gathered."""
+    results = []
+    for family, head_too in cases:
+        model = tiny_model(family)
+        add_streamed_head(model, StreamConfig(chunk_size=4, head_chunk_size=3), outputs=FIELDS)
+        for unit in (*model.model.layers, *([model.lm_head] if head_too else []), model):
+            fully_shard(unit)
+        with no_float32():
+            scored_loss(model, dist.get_rank()).backward()
+        assert all(isinstance(parameter.grad, DTensor) for parameter in model.parameters())
+        results.append({name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()})
+    return results
+
+
+def test_scores_under_fsdp2():
+    """Weights exist only while their module runs; the head's are read inside its own call."""
+    cases = [("qwen3", False), ("llama", False), ("llama", True)]
+    first, _ = launch(sharded_gradients, cases)
+    for (family, _), gradients in zip(cases, first, strict=True):
+        model = tiny_model(family)
+        with no_float32(), trl_on_full_logits():
+            add_fused_lm_head(model, outputs=FIELDS)
+            (sum(scored_loss(model, rank) for rank in range(2)) / 2).backward()
+        expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+        worst, name = worst_gradient_error(gradients, expected)
+        assert worst < 1e-10, name
