@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from gradients import relative_error
 from streamgrad.bench import head
-from streamgrad.cli.app import _head_table, app
+from streamgrad.cli.app import app
+from streamgrad.cli.tables import head_table
 
 SMALL = ["bench", "head", "--tokens", "20", "--width", "8", "--vocabulary", "50", "--device", "cpu", "--runs", "2"]
 
@@ -77,7 +78,7 @@ def test_what_does_not_fit_is_a_row_that_says_so():
         head.HeadRecord(method="torch", step_ms=None, peak_bytes=None, error="out of memory", **shared),
         head.HeadRecord(method="streamgrad", step_ms=44.0, peak_bytes=2**31, error=None, **shared),
     ]
-    table = _head_table(records)
+    table = head_table(records)
     assert list(table.columns[2].cells) == ["39.00 ms", "out of memory", "44.00 ms"]
     assert list(table.columns[4].cells) == ["1.00x", "-", "1.13x"]
     assert list(table.columns[5].cells) == ["-", "-", "-"]

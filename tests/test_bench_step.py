@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
-from streamgrad.bench import step
+from streamgrad.bench import lengths, step
 from streamgrad.bench.records import append_records, versions
-from streamgrad.cli.app import _step_table
+from streamgrad.cli.tables import step_table
 from streamgrad.config import StreamConfig
 from streamgrad.models.presets import preset_config, preset_model, preset_names
 
@@ -44,8 +47,56 @@ def test_errors_name_the_value(change, words):
         list(step.measure_steps(**(options | change)))
 
 
+def test_kernels_are_sorted_by_their_names():
+    assert step.kernel_kind("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma") == "attention"
+    assert step.kernel_kind("nvjet_sm90_tst_192x192_64x4_1x2_h_bz_coopB_TNN") == "gemm"
+    assert step.kernel_kind("Memcpy DtoH (Device -> Pinned)") == "copy"
+    assert step.kernel_kind("_norm_backward_kernel") == "other"
+
+
+def test_the_latest_peak_of_a_method_is_found(tmp_path):
+    path = tmp_path / "step.jsonl"
+    rows = [{"method": "liger", "model": "m", "seq_len": 9, "peak_bytes": peak} for peak in (1, 2)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert step.peaks_in(path, method="liger", model="m", lengths=[9]) == {9: 2}
+    with pytest.raises(ValueError, match="no record of liger with m at 10 tokens"):
+        step.peaks_in(path, method="liger", model="m", lengths=[9, 10])
+
+
+def record(**changes) -> step.StepRecord:
+    fields = {
+        "benchmark": "memory", "method": "streamgrad", "model": "qwen3-8b", "seq_len": 9, "layers": 2, "step_ms": 1.0,
+        "peak_bytes": 1, "reserved_bytes": 1, "host_bytes": 0, "policy": {}, "error": None, "device": "a GPU", "versions": {},
+        "command": "",
+    }  # fmt: skip
+    return step.StepRecord(**(fields | changes))
+
+
+def test_slope_is_between_the_shortest_and_the_longest():
+    lengths_and_peaks = [(300, 9000), (100, 1000), (200, 7000), (400, None)]
+    records = [record(seq_len=length, peak_bytes=peak) for length, peak in lengths_and_peaks]
+    assert lengths.slope_bytes(records) == 40.0
+    assert lengths.slope_bytes(records[:1]) is None
+
+
+@pytest.mark.parametrize(("offload", "kept_bytes"), [("host", 0), ("none", 34 * 1000 * 4096 * 2)])
+def test_ballast_stands_for_the_missing_layers(offload, kept_bytes):
+    whole = sum(p.nbytes for p in preset_model("qwen3-8b", device=torch.device("meta")).parameters())
+    cut = preset_model("qwen3-8b", device=torch.device("meta"), layers=2)
+    missing = whole - sum(p.nbytes for p in cut.parameters())
+    assert lengths.ballast_of_missing_layers("qwen3-8b", offload=offload)(cut, 1000) == 2 * missing + kept_bytes
+
+
+def test_a_cut_model_is_named_so():
+    console = Console(width=200, record=True)
+    console.print(step_table([record(ballast_bytes=1, training="lora"), record(layers=36, method="liger-offload")]))
+    text = console.export_text()
+    assert "qwen3-8b lora, 2 layers + ballast" in text and "liger-offload" in text
+
+
 def test_records_and_table(tmp_path):
     shared = {"benchmark": "step", "model": "qwen3-4b", "device": "a GPU", "policy": {}, "versions": versions(), "command": ""}
+    shared["layers"] = 36
     made = [
         step.StepRecord(
             method="hf", seq_len=9, step_ms=200.0, peak_bytes=10**9, reserved_bytes=2, host_bytes=0, error=None, **shared,
@@ -58,7 +109,7 @@ def test_records_and_table(tmp_path):
     append_records(tmp_path / "a" / "step.jsonl", made)
     append_records(tmp_path / "a" / "step.jsonl", made[:1])
     assert len((tmp_path / "a" / "step.jsonl").read_text().splitlines()) == 3
-    assert _step_table(made).row_count == 2
+    assert step_table(made).row_count == 2
 
 
 def test_help_has_an_example():

@@ -23,9 +23,15 @@ def preset_config(name: str) -> PretrainedConfig:
     return AutoConfig.for_model(shape.pop("family"), **shape, max_position_embeddings=_POSITIONS, use_cache=False)
 
 
-def preset_model(name: str, *, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
-    """A model of the preset's shape with random weights, made on `device`, in training mode."""
+def preset_model(
+    name: str, *, device: torch.device, dtype: torch.dtype = torch.bfloat16, layers: int | None = None
+) -> PreTrainedModel:
+    """A model of the preset's shape, or of its first `layers` layers, with random weights, on `device`, in training mode."""
     config = preset_config(name)
+    if layers is not None:
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:layers]
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -1,0 +1,236 @@
+"""`streamgrad bench ...`: options and tables; the measuring is in `streamgrad.bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+import streamgrad
+from streamgrad.bench import head as head_bench
+from streamgrad.bench import lengths as lengths_bench
+from streamgrad.bench import linear
+from streamgrad.bench import step as step_bench
+from streamgrad.bench.records import RESULTS, append_records
+from streamgrad.cli.tables import head_table, linear_table, step_table
+from streamgrad.config import parse_bytes
+
+bench = typer.Typer(help="Measure time and memory; each benchmark appends its rows to a file.", no_args_is_help=True)
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    float64 = "float64"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Device(StrEnum):
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@bench.command("linear")
+def bench_linear(
+    rows: Annotated[int | None, typer.Option(min=1, help="Rows of X.", show_default="4096")] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="Columns of X; W1 and W2 are square.", show_default="512")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Of X, W1 and W2.", show_default="float32")] = None,
+    device: Annotated[Device | None, typer.Option(help="Where to run.", show_default="cuda if there is one, else cpu")] = None,
+    paper: Annotated[bool, typer.Option("--paper", help="The paper's shape, 1e6 x 16384 in bfloat16 (a GPU of 80 GB).")] = False,
+    out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = linear.RESULTS,
+) -> None:
+    """The paper's linear example, L = sum(X W1 W2): standard backpropagation against 20 to 500 partitions of X's rows.
+
+    **Examples**
+
+    `python -m streamgrad bench linear --rows 4096 --width 512 --device cpu --dtype float32`
+
+    `python -m streamgrad bench linear --paper`
+    """
+    target = _device(device)
+    if paper:
+        if (rows, width, dtype) != (None, None, None):
+            raise ValueError("--paper sets --rows, --width and --dtype itself. Leave those out, or leave --paper out.")
+        if target.type != "cuda":
+            raise ValueError(f"--paper on {target.type} will not do: X alone is 32.8 GB. Run it on a GPU of 80 GB or more.")
+        rows, width, dtype = linear.PAPER_ROWS, linear.PAPER_WIDTH, Dtype(linear.PAPER_DTYPE)
+    records = linear.measure_linear(
+        rows=rows or 4096, width=width or 512, device=target, dtype=getattr(torch, dtype or Dtype.float32)
+    )
+    console = Console()
+    with console.status("Measuring ..."):
+        rows_done = list(records)
+    append_records(out, rows_done)
+    console.print(linear_table(rows_done))
+    if paper:
+        console.print(linear.PAPER_NOTE)
+    console.print(f"Records appended to {out}", soft_wrap=True)
+
+
+@bench.command("head")
+def bench_head(
+    tokens: Annotated[int | None, typer.Option(min=1, help="Rows of hidden states.", show_default="8192; 512 on a CPU")] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="Of the model.", show_default="4096; 64 on a CPU")] = None,
+    vocabulary: Annotated[int | None, typer.Option(min=1, help="Logits a token.", show_default="151936; 4000 on a CPU")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Of both operands.", show_default="bfloat16; float32 on a CPU")] = None,
+    device: Annotated[Device | None, typer.Option(help="Where to run.", show_default="cuda if there is one, else cpu")] = None,
+    chunk_size: Annotated[str, typer.Option(help="streamgrad's: tokens that have logits at a time, or auto.")] = "auto",
+    runs: Annotated[int, typer.Option(min=1, help="Timed steps after the warm-up; the median counts.")] = 10,
+    out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = head_bench.RESULTS,
+) -> None:
+    """Cross entropy and token log-probabilities of a linear head, forward and backward, beside the bare GEMMs.
+
+    **Examples**
+
+    `python -m streamgrad bench head`
+
+    `python -m streamgrad bench head --tokens 16384 --width 2560 --chunk-size 2048`
+    """
+    target = _device(device)
+    on_gpu = target.type == "cuda"
+    default = head_bench.GPU_SHAPE if on_gpu else head_bench.CPU_SHAPE
+    records = []
+    console = Console()
+    with console.status("Measuring ..."):
+        for record in head_bench.measure_head(
+            shape=head_bench.Shape(tokens or default.tokens, width or default.width, vocabulary or default.vocabulary),
+            device=target,
+            dtype=getattr(torch, dtype or (Dtype.bfloat16 if on_gpu else Dtype.float32)),
+            chunk_size=int(chunk_size) if chunk_size.isdecimal() else chunk_size,
+            runs=runs,
+        ):
+            append_records(out, [record])
+            records.append(record)
+    console.print(head_table(records))
+    console.print(f"Records appended to {out}", soft_wrap=True)
+
+
+@bench.command("step")
+def bench_step(
+    model: Annotated[str, typer.Option(help="A preset: a published shape, with random weights.")] = "qwen3-4b",
+    seq: Annotated[str, typer.Option(help="Sequence lengths, separated by commas.")] = "6000,12000,24000,36000",
+    methods: Annotated[str, typer.Option(help=f"Some of {', '.join(step_bench.METHODS)}.")] = "hf,streamgrad",
+    chunk_size: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "auto",
+    keep: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "auto",
+    offload: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "auto",
+    attention: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "auto",
+    compile: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "auto",
+    memory_budget: Annotated[
+        str | None, typer.Option(help="As for streamgrad.enable; `liger`: at each length what liger took there, by the records.")
+    ] = None,
+    kernels: Annotated[bool, typer.Option(help="Profile one more step of streamgrad's: kernel time by kind.")] = False,
+    warm_ups: Annotated[int, typer.Option(min=0, help="Steps before those that are timed.")] = 2,
+    runs: Annotated[int, typer.Option(min=1, help="Timed steps after the warm-up; the median counts.")] = 3,
+    out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = RESULTS / "step.jsonl",
+) -> None:
+    """Time and memory of one forward and backward in bfloat16 on a GPU, method beside method.
+
+    **Examples**
+
+    `python -m streamgrad bench step --model qwen3-4b --seq 6000,12000 --methods hf,liger,streamgrad`
+    """
+    lengths = [int(length) for length in seq.split(",")]
+    options: dict[str, Any] = {
+        "chunk_size": chunk_size,
+        "keep": keep,
+        "offload": offload,
+        "attention": attention,
+        "compile": compile,
+    }
+    command = f"python -m streamgrad bench step --model {model} --seq {seq} --methods {methods} --runs {runs}"
+    command += "".join(f" --{name.replace('_', '-')} {value}" for name, value in options.items() if value != "auto")
+    command += "" if memory_budget is None else f" --memory-budget {memory_budget}"
+    command += (" --kernels" if kernels else "") + (f" --warm-ups {warm_ups}" if warm_ups != 2 else "")
+    options["chunk_size"] = int(chunk_size) if chunk_size.isdecimal() else chunk_size
+    budgets = step_bench.peaks_in(out, method="liger", model=model, lengths=lengths) if memory_budget == "liger" else None
+    config = streamgrad.StreamConfig(**options, memory_budget=None if budgets else memory_budget)
+    _run_steps(
+        step_bench.measure_steps(
+            model=model, lengths=lengths, methods=methods.split(","), config=config, runs=runs, command=command,
+            kernels=kernels, budgets=budgets,
+        ),
+        out,
+    )  # fmt: skip
+
+
+def _run_steps(records: Iterator[step_bench.StepRecord], out: Path) -> list[step_bench.StepRecord]:
+    """Measure, keep each record as it comes, and print the table."""
+    done = []
+    console = Console()
+    for record in records:
+        append_records(out, [record])
+        done.append(record)
+        console.print(f"{record.method} at {record.seq_len:,}: {record.error or f'{record.step_ms:,.0f} ms'}")
+    console.print(step_table(done))
+    console.print(f"Records appended to {out}", soft_wrap=True)
+    return done
+
+
+@bench.command("memory")
+def bench_memory(
+    model: Annotated[str, typer.Option(help="A preset: a published shape, with random weights.")] = "qwen3-8b",
+    seq: Annotated[str, typer.Option(help="Sequence lengths, separated by commas.")] = "65536,131072,262144",
+    methods: Annotated[str, typer.Option(help=f"Some of {', '.join(step_bench.METHODS)}.")] = "streamgrad,liger-offload",
+    layers: Annotated[int | None, typer.Option(min=1, help="Build only so many layers.", show_default="all")] = None,
+    out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = RESULTS / "memory.jsonl",
+) -> None:
+    """Device bytes a token with layer inputs in host memory.
+
+    **Examples**
+
+    `python -m streamgrad bench memory --layers 4`
+    """
+    command = f"python -m streamgrad bench memory --model {model} --seq {seq} --methods {methods}"
+    command += "" if layers is None else f" --layers {layers}"
+    lengths = [int(length) for length in seq.split(",")]
+    measured = lengths_bench.measure_memory(
+        model=model, lengths=lengths, methods=methods.split(","), layers=layers, command=command
+    )
+    done = _run_steps(measured, out)
+    for method in dict.fromkeys(record.method for record in done):
+        slope = lengths_bench.slope_bytes([record for record in done if record.method == method])
+        if slope is not None:
+            Console().print(f"{method}: {slope / 1e3:.1f} KB of device memory a token")
+
+
+@bench.command("max-length")
+def bench_max_length(
+    model: Annotated[str, typer.Option(help="A preset, for one step of the whole model with --seq.")] = "qwen3-8b",
+    seq: Annotated[int | None, typer.Option(min=1, help="Tokens of that step; everything is left to auto.")] = None,
+    factor: Annotated[float, typer.Option(help="Without --seq: times the paper's longest sequences (SFT, 80 GB).")] = 2.0,
+    offload: Annotated[str, typer.Option(help="Without --seq: host or none.")] = "host",
+    layers: Annotated[int | None, typer.Option(min=1, help="Without --seq: layers to build; ballast for the rest.")] = 2,
+    gpu_memory: Annotated[str, typer.Option(help="Without --seq: what the process may hold on the device.")] = "79GiB",
+    out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = RESULTS / "max_length.jsonl",
+) -> None:
+    """Whether a step of a given length fits a card.
+
+    **Examples**
+
+    `python -m streamgrad bench max-length --model qwen3-8b --seq 400000`
+
+    `python -m streamgrad bench max-length --factor 1.2 --offload none`
+    """
+    if seq is not None:
+        command = f"python -m streamgrad bench max-length --model {model} --seq {seq}"
+        _run_steps(lengths_bench.measure_longest(model=model, length=seq, command=command), out)
+        return
+    command = f"python -m streamgrad bench max-length --factor {factor} --offload {offload} --layers {layers}"
+    command += f" --gpu-memory {gpu_memory}"
+    measured = lengths_bench.measure_cells(
+        lengths_bench.PAPER_CELLS, factor=factor, offload=offload, layers=layers, card_bytes=parse_bytes(gpu_memory),
+        command=command,
+    )  # fmt: skip
+    _run_steps(measured, out)
+
+
+def _device(asked: Device | None) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if asked == Device.cuda and not has_cuda:
+        raise ValueError("--device cuda needs a GPU that torch can see, and it sees none. Pass --device cpu.")
+    return torch.device(asked or ("cuda" if has_cuda else "cpu"))
