@@ -152,7 +152,7 @@ def bench_step(
     _run_steps(
         step_bench.measure_steps(
             model=model, lengths=lengths, methods=methods.split(","), config=config, runs=runs, command=command,
-            kernels=kernels, budgets=budgets,
+            kernels=kernels, warm_ups=warm_ups, budgets=budgets,
         ),
         out,
     )  # fmt: skip

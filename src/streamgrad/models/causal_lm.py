@@ -169,10 +169,10 @@ class _HeadJob:
         self.items = arguments.get("num_items_in_batch")
         self.loss: Tensor | None = None
         ignore_index = arguments.get("ignore_index", -100)
-        self.targets = arguments.get("shift_labels")
-        if self.targets is None:
-            # Position t predicts token t + 1; the last one predicts nothing.
-            self.targets = nn.functional.pad(arguments["labels"], (0, 1), value=ignore_index)[..., 1:]
+        shifted = arguments.get("shift_labels")
+        # Position t predicts token t + 1; the last one predicts nothing.
+        next_ones = nn.functional.pad(arguments["labels"], (0, 1), value=ignore_index)[..., 1:]
+        self.targets: Tensor = next_ones if shifted is None else shifted
         weight = next(head.parameters())
         # Looked at now, while the device has nothing else to do: counting targets waits for it.
         self.rows = TargetRows(
