@@ -101,7 +101,7 @@ class HeadGradients:
         if self.hidden_NE is not None:
             # Summed in fp32 whatever the number of rows: for few, cuBLAS splits the sum over V and adds 16-bit parts.
             wide = sum_dtype if dproduct_NV.is_cuda else dproduct_NV.dtype
-            self.hidden_NE[rows] = _product(dproduct_NV, self._head.weight_VE, wide)
+            self.hidden_NE[rows] = _product(dproduct_NV, self._head.weight_VE, wide).to(self.hidden_NE.dtype)
         if self._weight_VE is not None:
             add_product_(self._weight_VE, dproduct_NV.mT, hidden_NE)
         elif self._wants_weight:
