@@ -71,7 +71,7 @@ RUNS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "method"), [*((name, "full") for name in RUNS), ("dpo", "lora"), ("grpo", "lora")])
+@pytest.mark.parametrize(("name", "method"), [*((name, "full") for name in RUNS), ("dpo", "lora")])
 def test_no_tensor_of_tokens_times_vocabulary(tmp_path, name, method, saved):
     """Policy pass, reference pass, old log-probabilities, generation, metrics, optimizer and evaluation."""
     kind, config, dataset, options = RUNS[name]

@@ -14,6 +14,7 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTr
 import streamgrad
 from gradients import no_float32, relative_error
 from streamgrad import StreamConfig
+from streamgrad.models.planning import Planner
 from streamgrad.trl import StreamDPOTrainer, StreamGRPOTrainer, StreamSFTTrainer
 from tiny import tiny_model
 from trainers import (
@@ -127,7 +128,7 @@ def test_models_given_by_name_are_streamed(tmp_path, name, saved):
 def test_an_enabled_model_keeps_its_configuration(tmp_path, saved):
     model = streamgrad.enable(load(saved), chunk_size=3, head_chunk_size=2)
     trainer = build("sft", tmp_path, model, streamed=True, stream=None)
-    assert trainer.model.forward.scoring.chunk_size == 2
+    assert trainer.model.forward.scoring.config.head_chunk_size == 2
     with pytest.raises(ValueError, match="already enabled with .*chunk_size=3"):
         build("sft", tmp_path, model, streamed=True, stream=StreamConfig(chunk_size=4))
     assert trl.trainer.sft_trainer.add_fused_lm_head is trl.trainer.utils.add_fused_lm_head, "not restored after an error"
@@ -246,3 +247,18 @@ def test_predict(tmp_path, saved):
     assert ours.predictions.shape[-1] == 61
     torch.testing.assert_close(torch.tensor(ours.predictions), torch.tensor(theirs.predictions))
     assert ours.metrics["test_loss"] == pytest.approx(theirs.metrics["test_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_memory_budget_counts_the_head(tmp_path, name, saved, monkeypatch):
+    """What is planned for the layers leaves room for what scoring will hold; a budget that cannot do is refused beforehand."""
+    seen = []
+    plan = Planner.plan
+    monkeypatch.setattr(Planner, "plan", lambda self, *args, **kwargs: seen.append(args[6]) or plan(self, *args, **kwargs))
+    stream = StreamConfig(chunk_size=7, head_chunk_size=5, memory_budget="64MiB")
+    first_step(build(name, tmp_path, load(saved), streamed=True, stream=stream))
+    vocabulary, width = 61, 24
+    assert seen and all(head.bytes > 8 * vocabulary * (width + 2 * 5) for head in seen)
+    stream = StreamConfig(memory_budget="100KB")
+    with pytest.raises(ValueError, match="memory_budget='100KB' cannot hold"):
+        first_step(build(name, tmp_path, load(saved), streamed=True, stream=stream))

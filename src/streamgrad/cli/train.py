@@ -21,7 +21,7 @@ _QUICK: dict[str, Any] = {
     "per_device_train_batch_size": 8, "max_steps": 60, "learning_rate": 2e-3, "logging_steps": 10, "save_strategy": "no",
     "report_to": ["none"], "bf16": False, "dataloader_pin_memory": False, "chunk_size": 64,
 }  # fmt: skip
-_QUICK_OF = {
+_QUICK_OF: dict[str, dict[str, Any]] = {
     "sft": {"max_steps": 150},
     "dpo": {"per_device_train_batch_size": 4, "learning_rate": 5e-4},
     "grpo": {"num_generations": 8, "max_completion_length": 24, "temperature": 1.0, "max_steps": 80, "learning_rate": 3e-3},

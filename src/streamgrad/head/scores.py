@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +38,8 @@ def token_scores(
     logit_map: LogitMap | None = None,
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
-    chunk_size: int | Literal["auto"] = "auto",
+    chunk_size: int | str = "auto",
+    limit_bytes: int | None = None,
 ) -> dict[str, Tensor]:
     """Equals, without ever holding all logits `z = logit_map(hidden @ weight.T + bias).float()`, with `logp = z.log_softmax(-1)`:
 
@@ -50,7 +51,8 @@ def token_scores(
 
     each of the shape of `targets`, and 0 where the target is `ignore_index`. Only what `fields` names is computed and returned;
     `log_probs` always is. Under autocast the product is made in its dtype; the gradients of `weight` and `bias` are summed and
-    returned in their own.
+    returned in their own. `chunk_size` is how many tokens have logits at a time; "auto" takes it from the memory that is free,
+    within `limit_bytes` for all that the process holds on the device.
     """
     unknown = [field for field in fields if field not in FIELDS]
     if unknown:
@@ -64,6 +66,7 @@ def token_scores(
         ignore_index=ignore_index,
         chunk_size=chunk_size,
         itemsize=as_autocast(hidden_NE[:0]).element_size(),
+        limit_bytes=limit_bytes,
     )
     values = _TokenScores.apply(
         as_autocast(hidden_NE), weight, bias, rows, logit_map or LogitMap(), label_smoothing, frozenset(fields)
