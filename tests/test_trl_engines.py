@@ -1,4 +1,4 @@
-"""Token scores and TRL's trainers with streamed models on two processes, under DDP and FSDP2."""
+"""Token scores and TRL's trainers with streamed models on two processes, under DDP, FSDP2 and ZeRO-3."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.utils import z3_leaf_module
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from trl.trainer.utils import add_fused_lm_head
 
-from engine_worker import launch
+import streamgrad.trl.scoring
+from engine_worker import Case, Zero, launch, optimizer_for, prepare_deepspeed
 from gradients import no_float32, worst_gradient_error
 from streamgrad import StreamConfig
+from streamgrad.distributed import make_zero3_leaves
 from streamgrad.trl.scoring import add_streamed_head
 from tiny import tiny_model, tokens
 from trainers import history, tokenizer, trl_on_full_logits
@@ -90,3 +93,44 @@ def test_scores_under_fsdp2():
         expected = {name: parameter.grad for name, parameter in model.named_parameters()}
         worst, name = worst_gradient_error(gradients, expected)
         assert worst < 1e-10, name
+
+
+def partitioned_parameters(families: list[str]) -> list[dict[str, torch.Tensor]]:
+    """On one rank: the parameters after one step of ZeRO-3 on `scored_loss`."""
+    warnings.simplefilter("ignore")
+    prepare_deepspeed()
+    results = []
+    for family in families:
+        model = make_zero3_leaves(tiny_model(family, dtype=torch.float32))
+        add_streamed_head(model, StreamConfig(chunk_size=4, head_chunk_size=3), outputs=FIELDS)
+        zero = Zero(model, Case("zero3"))
+        zero.engine.backward(scored_loss(zero.engine, dist.get_rank()))
+        zero.engine.step()
+        results.append(zero.parameters())
+    return results
+
+
+def test_scores_under_zero_3():
+    families = ["qwen3", "llama"]
+    first, _ = launch(partitioned_parameters, families)
+    for family, parameters in zip(families, first, strict=True):
+        model = tiny_model(family, dtype=torch.float32)
+        start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        add_fused_lm_head(model, outputs=FIELDS)
+        (sum(scored_loss(model, rank) for rank in range(2)) / 2).backward()
+        optimizer_for(model).step()
+        moved, expected = (
+            {name: side[name] - start[name] for name in start} for side in (parameters, dict(model.named_parameters()))
+        )
+        worst, name = worst_gradient_error(moved, {name: value.detach() for name, value in expected.items()})
+        assert worst < 1e-4, name  # differences of parameters, in float32
+
+
+def test_under_zero_3_layers_become_leaves(monkeypatch):
+    """Trainers make their engine themselves, so nobody else could mark the layers in time."""
+    plain, marked = tiny_model("qwen3"), tiny_model("qwen3")
+    add_streamed_head(plain, None)
+    monkeypatch.setattr(streamgrad.trl.scoring, "is_deepspeed_zero3_enabled", lambda: True)
+    add_streamed_head(marked, None)
+    assert [z3_leaf_module(layer) for layer in plain.model.layers] == [False, False]
+    assert [z3_leaf_module(layer) for layer in marked.model.layers] == [True, True]

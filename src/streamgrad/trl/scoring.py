@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from trl.trainer.utils import FusedCausalLMOutput
 
 from streamgrad.api import enable, is_enabled
 from streamgrad.config import StreamConfig
+from streamgrad.distributed import make_zero3_leaves
 from streamgrad.head.logits import LogitMap
 from streamgrad.head.rows import SHORTEST_CHUNK
 from streamgrad.head.scores import token_scores
@@ -159,6 +161,9 @@ def add_streamed_head(
     """
     if stream is not None or not is_enabled(model):
         enable(model, stream)
+    if is_deepspeed_zero3_enabled():
+        # This is the last moment: the trainer's engine is made right after its constructor.
+        make_zero3_leaves(model)
     enabled = InstalledForward.on(model)
     if enabled is None or not isinstance(enabled.stream, HeadStream):
         raise ValueError(
