@@ -48,11 +48,13 @@ class Case:
     chunks: int | None = 4
     micro_batches: int = 1
     enable_after: bool = False
+    keep: str = "input"
     options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         chunks = "checkpointing" if self.chunks is None else f"{self.chunks} chunks"
         extra = [f"{self.micro_batches} micro-batches"] * (self.micro_batches > 1) + ["enabled after"] * self.enable_after
+        extra += [f"keep {self.keep}"] * (self.keep != "input")
         return ", ".join([self.engine, self.method, chunks, *extra, *(f"{key}={value}" for key, value in self.options.items())])
 
 
@@ -220,7 +222,7 @@ def run_case(case: Case) -> Outcome:
         make_zero3_leaves(model)
 
     def enable() -> None:
-        streamgrad.enable(model, chunk_size=LENGTHS[0] // case.chunks, head_chunk_size=3)
+        streamgrad.enable(model, chunk_size=LENGTHS[0] // case.chunks, head_chunk_size=3, keep=case.keep)
 
     if case.chunks is None:
         base_of(model).gradient_checkpointing_enable()
@@ -260,7 +262,7 @@ def with_checkpointing(cases: list[Case]) -> list[Case]:
     """Each case after its stock counterpart, without repetition."""
     listed: list[Case] = []
     for case in cases:
-        stock = replace(case, chunks=None, enable_after=False)
+        stock = replace(case, chunks=None, enable_after=False, keep="input")
         listed += [entry for entry in (stock, case) if entry not in listed]
     return listed
 
@@ -278,7 +280,7 @@ def check_cases(subtests: Any, cases: list[Case], *, world_size: int = 2) -> Non
             plain[key] = plain_backprop(case.method, world_size, case.micro_batches)
             start = {name: parameter.detach() for name, parameter in build(case.method).named_parameters()}
             assert worst_gradient_error(start, plain[key])[0] > 0.05, "training hardly moved, so nothing would be compared"
-        stock = cases.index(replace(case, chunks=None, enable_after=False))
+        stock = cases.index(replace(case, chunks=None, enable_after=False, keep="input"))
         for rank, outcomes in enumerate(ranks):
             with subtests.test(f"{case}, rank {rank}"):
                 worst, name = worst_gradient_error(outcomes[index].parameters, plain[key])

@@ -33,7 +33,7 @@ def test_fsdp2(subtests):
             Case("fsdp2", "lora", micro_batches=2),
             Case("fsdp2", "lora", enable_after=True, options={"reshard_after_forward": False}),
             Case("fsdp2", options={"reshard_after_forward": False}),
-            Case("fsdp2", options={"head_too": True}),
+            Case("fsdp2", keep="attention", options={"head_too": True}),
             Case("fsdp2", options={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
         ],
     )

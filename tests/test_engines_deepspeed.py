@@ -10,7 +10,8 @@ from engine_worker import CHUNKS, Case, Zero, batches_of, build, check_cases, la
 from streamgrad.distributed import make_zero3_leaves
 
 NEEDS_HEAD_OUTPUT = pytest.mark.xfail(
-    strict=True, reason="ZeRO-3 finds no tensor in what the streamed head returns, so it does not gather its weight in backward"
+    strict=True,
+    reason="ZeRO-3 finds no tensor in what the streamed head returns, and holds a weight that is read outside of its module",
 )
 NEEDS_REFUSAL = pytest.mark.xfail(strict=True, reason="models.support does not look at the engine yet")
 
@@ -32,18 +33,22 @@ def test_zero_1_and_2(subtests):
     )
 
 
-@NEEDS_HEAD_OUTPUT
 def test_zero_3(subtests):
     check_cases(
         subtests,
         [
             *(Case("zero3", chunks=chunks) for chunks in CHUNKS),
-            Case("zero3", "tied", micro_batches=2),
+            Case("zero3", keep="attention"),
             Case("zero3", "lora", chunks=16),
             Case("zero3", "lora", enable_after=True),
             Case("zero3", options=OFFLOADED | {"offload_param": {"device": "cpu", "pin_memory": False}}),
         ],
     )
+
+
+@NEEDS_HEAD_OUTPUT
+def test_zero_3_with_tied_embeddings(subtests):
+    check_cases(subtests, [Case("zero3", "tied", micro_batches=2)])
 
 
 def train_without_leaves() -> tuple[str, str]:
