@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import deepspeed
 import pytest
 
@@ -47,8 +50,9 @@ def test_zero_3(subtests):
 
 
 @NEEDS_HEAD_OUTPUT
-def test_zero_3_with_tied_embeddings(subtests):
-    check_cases(subtests, [Case("zero3", "tied", micro_batches=2)])
+def test_zero_3_with_tied_embeddings():
+    whole = SimpleNamespace(test=nullcontext)  # a failed subtest does not count as an expected failure
+    check_cases(whole, [Case("zero3", "tied", micro_batches=2)])
 
 
 def train_without_leaves() -> tuple[str, str]:
