@@ -118,6 +118,30 @@ def test_no_tensor_of_tokens_times_vocabulary():
     assert live.peak_bytes < 4 * (2 * weight.numel() + 6 * chunk * v + 3 * hidden.numel())
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("options", MAPS, ids=str)
+def test_on_a_gpu(options, label_smoothing):
+    """The kernels, in float32, against float64 on the CPU."""
+    results = []
+    for device, dtype in (("cuda", torch.float32), ("cpu", torch.float64)):
+        hidden, weight, bias, targets = operands()
+        targets[::4] = -100
+        leaves = [tensor.detach().to(device, dtype).requires_grad_() for tensor in (hidden, weight, bias)]
+        scores = token_scores(
+            leaves[0], leaves[1], targets.to(device), bias=leaves[2], fields=FIELDS, logit_map=LogitMap.build(**options),
+            label_smoothing=label_smoothing, chunk_size=7,
+        )  # fmt: skip
+        loss = LOSSES["both"](scores, torch.linspace(-1, 1, N, dtype=dtype, device=device))
+        results.append((scores, gradients_of(loss, leaves)))
+    (scores, gradients), (expected, expected_gradients) = results
+    for name, score in expected.items():
+        assert relative_error(scores[name].cpu(), score) < 1e-5, name
+    for gradient, reference in zip(gradients, expected_gradients, strict=True):
+        assert relative_error(gradient.cpu(), reference) < 1e-5
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [({"fields": ("logits",)}, ["'logits'", "mean_logits"]), ({"label_smoothing": 1.0}, ["label_smoothing=1.0", "below 1"])],
