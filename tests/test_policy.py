@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 import streamgrad
 from gradients import assert_same_step, run_step
 from streamgrad.config import parse_bytes
-from streamgrad.core.policy import LayerCosts, LayerPolicy, Plan, Step, choose_plan, chunk_sizes, host_bytes, predicted_peak
+from streamgrad.core.policy import (
+    LARGE_CHUNKS,
+    SMALL_CHUNKS,
+    LayerCosts,
+    LayerPolicy,
+    Plan,
+    Step,
+    choose_plan,
+    equal_chunks,
+    host_bytes,
+    predicted_peak,
+)
 from streamgrad.models.forwards import InstalledForward
 from streamgrad.profile.live import LiveBytes
 from tiny import tiny_model, tokens
@@ -86,13 +97,13 @@ def test_a_plan_keeps_its_promises(sequence, budget, more, host, keep, offload):
 
 
 def test_chunks_are_equal_and_few():
-    assert chunk_sizes(1, 6000)[0] == 6000
-    assert chunk_sizes(1, 36_000)[0] == 7296  # five of them, the last a little shorter
-    assert chunk_sizes(8, 36_000)[0] <= 1024
-    assert chunk_sizes(1, 3) == [3, 3, 3, 3]
+    assert equal_chunks(1, 6000, 8192) == 6000
+    assert equal_chunks(1, 36_000, 8192) == 7296  # five of them, the last a little shorter
+    assert equal_chunks(8, 36_000, 8192) == 1024
+    assert equal_chunks(9000, 36_000, 8192) == 128
     for sequence in (1, 127, 8192, 8193, 100_000):
-        sizes = chunk_sizes(1, sequence)
-        assert sizes == sorted(sizes, reverse=True) and all(1 <= size <= max(sequence, 1) for size in sizes)
+        sizes = [equal_chunks(1, sequence, tokens) for tokens in (*LARGE_CHUNKS, *SMALL_CHUNKS)]
+        assert sizes == sorted(sizes, reverse=True) and all(1 <= size <= sequence for size in sizes)
 
 
 AMOUNTS = [

@@ -17,13 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 # Of the memory that is free, for fragments; of a budget that a user names, which is for tensors, for what is not foreseen.
 MARGIN, MARGIN_OF_BUDGET = 0.05, 0.01
 # What the largest moment of a chunk's re-run and backward holds, over what its graph saves: gradients of the same widths.
 WIDE_FACTOR = 1.7
-CHUNK_TOKENS = 8192
-SMALLEST_CHUNK = 1024
+# Tokens of a batch in a chunk. Beyond 16,384 nothing gets faster; below 8,192 matrix products do not fill a large GPU, so smaller
+# ones come after every other way to save memory.
+LARGE_CHUNKS, SMALL_CHUNKS = (16_384, 8192), (4096, 2048, 1024)
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ def predicted_peak(step: Step, policies: Sequence[LayerPolicy], chunk_size: int)
     """Device bytes at the worst moment: when the head works, or in the backward pass of one of the layers."""
     costs, tokens = step.costs, step.tokens
     on_device = [0.0 if policy.on_host else tokens * costs.kept(policy) for policy in policies]
-    below = [sum(on_device[: index + 1]) for index in range(step.layers)]
+    below = list(accumulate(on_device))
     peak = below[-1] + step.head_bytes
     for index, policy in enumerate(policies):
         gradients = step.other_gradient_bytes + (step.layers - index) * costs.gradients
@@ -105,11 +107,12 @@ def _backward_bytes(step: Step, policy: LayerPolicy, chunk_size: int) -> float:
     if policy.keep == "all":
         return through + tokens * (WIDE_FACTOR - 1.0) * costs.graph
     chunk = step.batch * min(chunk_size, step.sequence)
-    # Keys and values where they are not kept, the sums of their gradients in twice the precision, one kernel's terms of these.
-    keys = (5 if policy.keep == "input" or policy.on_host else 4) * tokens * costs.keys_and_values
-    if chunk == tokens:
-        keys = 2 * tokens * costs.keys_and_values
-    arriving = (2 * chunk * costs.kept(policy) + tokens * costs.keys_and_values) if policy.on_host else 0.0
+    # Keys and values unless kept on the device; the sums of their gradients, in twice the precision; a kernel's terms of these.
+    held = policy.keep == "attention" and not policy.on_host
+    keys = ((0 if held else 1) + (1 if chunk == tokens else 3)) * tokens * costs.keys_and_values
+    arriving = 0.0
+    if policy.on_host:
+        arriving = 2 * chunk * costs.kept(policy) + (tokens * costs.keys_and_values if policy.keep == "attention" else 0.0)
     return through + keys + arriving + chunk * WIDE_FACTOR * costs.graph + costs.gradient_sums
 
 
@@ -117,14 +120,10 @@ def host_bytes(step: Step, policies: Sequence[LayerPolicy]) -> float:
     return sum(step.tokens * step.costs.kept(policy) for policy in policies if policy.on_host)
 
 
-def chunk_sizes(batch: int, sequence: int) -> list[int]:
-    """Candidates, largest first. Chunks are equal where possible: kernels are prepared once a shape."""
-    sizes, most = [], max(CHUNK_TOKENS // batch, SMALLEST_CHUNK)
-    while most >= SMALLEST_CHUNK:
-        count = -(-sequence // most)
-        sizes.append(min(sequence, -(-sequence // count // 128) * 128))
-        most //= 2
-    return sizes
+def equal_chunks(batch: int, sequence: int, tokens: int) -> int:
+    """The size of chunks of at most `tokens` tokens of a batch, equal where possible: kernels are prepared once a shape."""
+    count = -(-sequence // max(1, tokens // batch))
+    return min(sequence, -(-sequence // count // 128) * 128)
 
 
 def choose_plan(
@@ -134,14 +133,17 @@ def choose_plan(
 
     `keep` and `offload` are `StreamConfig`'s; `chunk_size` is None for auto.
     """
+    groups = [LARGE_CHUNKS, *((tokens,) for tokens in SMALL_CHUNKS)]
+    sizes = [[equal_chunks(step.batch, step.sequence, tokens) for tokens in group] for group in groups]
     smallest: Plan | None = None
-    for size in [chunk_size] if chunk_size is not None else chunk_sizes(step.batch, step.sequence):
+    for group in sizes if chunk_size is None else [[chunk_size]]:
         for policies in _candidates(step, keep, offload, host_budget_bytes):
-            plan = Plan(tuple(policies), size, predicted_peak(step, policies, size), host_bytes(step, policies))
-            if plan.peak_bytes <= budget_bytes and plan.host_bytes <= host_budget_bytes:
-                return plan, True
-            if plan.host_bytes <= host_budget_bytes and (smallest is None or plan.peak_bytes < smallest.peak_bytes):
-                smallest = plan
+            for size in group:
+                plan = Plan(tuple(policies), size, predicted_peak(step, policies, size), host_bytes(step, policies))
+                if plan.peak_bytes <= budget_bytes and plan.host_bytes <= host_budget_bytes:
+                    return plan, True
+                if plan.host_bytes <= host_budget_bytes and (smallest is None or plan.peak_bytes < smallest.peak_bytes):
+                    smallest = plan
     assert smallest is not None or offload == "host", "a plan without the host needs none of it"
     return smallest or plan, False
 

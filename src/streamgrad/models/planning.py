@@ -12,7 +12,17 @@ from torch import Tensor, nn
 
 from streamgrad.config import StreamConfig
 from streamgrad.core.machine import device_budget_bytes, host_budget_bytes
-from streamgrad.core.policy import MARGIN, MARGIN_OF_BUDGET, LayerCosts, LayerPolicy, Plan, Step, choose_plan, chunk_sizes
+from streamgrad.core.policy import (
+    LARGE_CHUNKS,
+    MARGIN,
+    MARGIN_OF_BUDGET,
+    LayerCosts,
+    LayerPolicy,
+    Plan,
+    Step,
+    choose_plan,
+    equal_chunks,
+)
 from streamgrad.core.probe import measured_costs
 from streamgrad.core.storage import HostStore
 
@@ -39,9 +49,9 @@ class Planner:
         self._costs: dict[tuple, LayerCosts] = {}
 
     def chunk_size(self, batch: int, sequence: int) -> int:
-        """Where nothing is kept: of `StreamConfig`, or the largest of auto's."""
+        """Where no budget decides it."""
         given = self.config.chunk_size
-        return given if isinstance(given, int) else chunk_sizes(batch, sequence)[0]
+        return given if isinstance(given, int) else equal_chunks(batch, sequence, LARGE_CHUNKS[-1])
 
     def plan(
         self,
@@ -107,8 +117,9 @@ class Planner:
         host = host_budget_bytes(held_bytes=store.pool.total_bytes)
         if plan.host_bytes > host:
             raise ValueError(
-                f"offload='host' needs {plan.host_bytes / 2**30:.1f} GiB of host memory for {step.batch} x {step.sequence} tokens, "
-                f"and {host / 2**30:.1f} GiB are available to this process. Pass offload='auto', keep='input', or a shorter sequence."
+                f"offload='host' needs {plan.host_bytes / 2**30:.1f} GiB of host memory for {step.batch} x {step.sequence} "
+                f"tokens, and {host / 2**30:.1f} GiB are available to this process. Pass offload='auto', keep='input', or a "
+                "shorter sequence."
             )
         if self.config.budget_bytes is None or plan.peak_bytes <= budget:
             return
