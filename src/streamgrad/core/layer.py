@@ -29,7 +29,7 @@ from streamgrad.core.chunk import Chunk, KeyValueStream, SeamError, StopAtKeys, 
 from streamgrad.core.kept import Kept, KeptOnDevice, KeptOnHost, Reader
 from streamgrad.core.policy import LayerPolicy
 from streamgrad.core.replay import Autocast, RandomTape
-from streamgrad.core.shadows import Shadows, trainable_parameters
+from streamgrad.core.shadows import Shadows, added_last, trainable_parameters
 from streamgrad.core.storage import HostStore
 
 
@@ -117,6 +117,7 @@ class _StreamedLayer(torch.autograd.Function):
                 expectation.compare(index, out_BLE)
                 if index == len(chunks) - 1:
                     expectation.check_leaves(out_BLE, [h_BLE, *shadows.tensors])
+                    _spare_the_output(call.layer, out_BLE)
                 if out_BLE.requires_grad:  # not where a layer's only trainable parameter is one it does not use
                     torch.autograd.backward(out_BLE, dout_BTE[:, start:stop])
                 if dh_BTE is not None:
@@ -155,6 +156,16 @@ def _forward(
         out_BTE[:, start:stop] = out_BLE
     assert out_BTE is not None
     return out_BTE, stream
+
+
+def _spare_the_output(layer: nn.Module, out_BLE: Tensor) -> None:
+    """Let the chunks to come leave out the last product of their re-run, where only the output is made of it.
+
+    One token of it is computed, which is compared with forward's. A hook would be shown the rest.
+    """
+    weight = added_last(out_BLE)
+    if weight is not None and not any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules()):
+        weight.only_last_token = True
 
 
 def _restore_stream(call: StreamedCall, tape: RandomTape, reader: Reader, length: int) -> KeyValueStream:
