@@ -55,9 +55,10 @@ def test_flops_of_a_step(keep, chunk_size):
     """Counted with eager attention, whose products FlopCounterMode sees, against the sum written out.
 
     2 FLOPs a weight and token; a layer runs forward twice and backward (two products) once. The last product of a layer is only
-    added to its output, so that the re-run of every chunk but the first to be run again makes it for one token only. With only the
-    input kept, backward first runs q, k and v once more to have all keys. The head makes three products of its size. Attention makes two products
-    forward and five backward over the pairs (query, key) of its blocks: every earlier chunk, and its own chunk whole.
+    added to its output, so that the re-run makes it for one token of every chunk but the first that is run again. With only the
+    input kept, backward first runs q, k and v once more to have all keys. The head makes three products of its size. Attention
+    makes two products forward and five backward over the pairs (query, key) of its blocks: every earlier chunk, and its own chunk
+    whole.
     """
     length = 128
     model, step = model_and_step(length)
