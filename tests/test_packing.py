@@ -51,10 +51,12 @@ def test_packing_equals_separate_documents(family, how, chunk_size):
 
 
 def test_a_chunk_reads_only_keys_of_its_own_documents():
-    """The mask names the first key a chunk can see, so keys of finished documents are not even multiplied."""
+    """The mask names the keys that a chunk can see, so keys of finished documents are not even multiplied."""
     from streamgrad.attention.masks import CausalMask
 
     documents = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2], [0, 0, 0, 0, 0, 0, 1, 1]])
     mask = CausalMask(lambda b, h, q, k: documents[b, q] == documents[b, k], documents_BT=documents)
-    assert [mask.first_key(start) for start in (0, 3, 5, 6, 7)] == [0, 0, 0, 5, 5]
-    assert CausalMask(documents_BT=documents[:1], window=2).first_key(7) == 6
+    parts = [mask.part(start, start + 1, batch=2) for start in (0, 3, 5, 6, 7)]
+    assert [(part.first, part.last) for part in parts] == [(0, 1), (0, 4), (0, 6), (5, 7), (5, 8)]
+    part = CausalMask(documents_BT=documents[:1], window=2).part(7, 8, batch=1)
+    assert (part.first, part.last) == (6, 8)

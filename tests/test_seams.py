@@ -59,7 +59,7 @@ def test_unknown_causal_overlays_are_kept_and_never_taken_for_plain():
     overlay = masking_utils.and_masks(masking_utils.causal_mask_function, lambda b, h, q, k: k % 2 == 0)
     mask = stream_mask(1, 6, 6, mask_function=overlay)
     assert mask.has_other_rule
-    assert not mask.is_plain(0, 6)
+    assert mask.part(0, 6, 1).masked
     assert not mask.visible(2, 6, 0, torch.device("cpu"))[..., 1::2].any()
 
 

@@ -1,19 +1,39 @@
-"""Which keys a query may see, built for one chunk of queries at a time: (chunk x keys), never (T x T).
+"""Which keys a query may see, by chunk of queries: never (T x T), and (chunk x keys) only where nothing shorter says it.
 
-Shapes: B batch, H heads, T sequence, L queries of a chunk, S keys `[first_key, stop)` that the chunk can see.
+Shapes: B batch, H heads, T sequence, L queries of a chunk, S keys that the chunk can see.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from streamgrad.attention.cells import Cell, Cells
+
 # An additive mask of -1e4 or less is zero after softmax in every floating dtype.
 HIDDEN_BIAS = -1e4
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What a mask says about the queries of one chunk: the keys `[first, last)` that some of them see, and which see which.
+
+    Args:
+        causal, window, cells: as in `backends.Block`.
+        masked: only the mask's `visible(start, stop, first, device)` says it, and `last` is `stop`.
+    """
+
+    first: int
+    last: int
+    causal: bool = False
+    window: int | None = None
+    cells: Cells | None = None
+    masked: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +43,7 @@ class CausalMask:
     Args:
         rule: index function over broadcast index tensors, or None for no rule beyond causality.
         padding_BT: True for real tokens, or None when all are.
-        window: the rule hides every key with `k <= q - window`; lets a chunk skip those keys altogether.
+        window: the rule hides every key with `k <= q - window`.
         documents_BT: the rule hides keys of other documents; ids must not decrease along T.
         has_other_rule: the rule does more than `window` and `documents_BT` say.
         batch: rows of the batch that the rule is asked about; it may treat them differently.
@@ -35,22 +55,14 @@ class CausalMask:
     documents_BT: Tensor | None = None
     has_other_rule: bool = False
     batch: int = 1
+    _parts: dict[tuple[int, int, int], Part] = field(default_factory=dict, init=False, repr=False)
 
-    def is_plain(self, first_key: int, stop: int) -> bool:
-        """Whether causality alone decides within `[first_key, stop)`, so that no mask need be built."""
-        return (
-            self.padding_BT is None
-            and self.documents_BT is None
-            and not self.has_other_rule
-            and (self.window is None or stop - first_key <= self.window)
-        )
-
-    def first_key(self, start: int) -> int:
-        """The earliest key that a query at or after `start` can see."""
-        first = 0 if self.window is None else max(0, start - self.window + 1)
-        if self.documents_BT is not None:
-            first = max(first, self._document_starts[start])
-        return first
+    def part(self, start: int, stop: int, batch: int) -> Part:
+        """What the queries `[start, stop)` of `batch` rows see; worked out once for all layers that share the mask."""
+        key = start, stop, batch
+        if key not in self._parts:
+            self._parts[key] = self._part(start, stop, batch)
+        return self._parts[key]
 
     def visible(self, start: int, stop: int, first_key: int, device: torch.device) -> Tensor:
         """Boolean (B or 1, 1, L, S); True where the key takes part."""
@@ -65,15 +77,108 @@ class CausalMask:
             seen = seen & self.padding_BT[:, None, None, first_key:stop].to(device)
         return seen
 
+    def _part(self, start: int, stop: int, batch: int) -> Part:
+        first = 0 if self.window is None else max(0, start - self.window + 1)
+        if self.padding_BT is None and self.documents_BT is None:
+            if self.has_other_rule:
+                return Part(first, stop, masked=True)
+            return Part(first, stop, causal=True, window=_narrower(self.window, stop - first))
+        first = max(first, min(row.document_start(start) for row in self._rows))
+        cells = None if self.has_other_rule else self._cells(start, stop)
+        if cells is None:
+            return Part(first, stop, masked=True)
+        by_row = cells * batch if len(self._rows) == 1 else cells
+        numbered = [cell._replace(row=row) for row, of_row in enumerate(by_row) for cell in of_row]
+        return _as_part(numbered, start, stop, batch, self.window)
+
+    def _cells(self, start: int, stop: int) -> list[list[Cell]] | None:
+        """Of each row, in positions of the sequence; None where a row's mask is not made of cells."""
+        cells = []
+        for row in self._rows:
+            of_row = row.cells(start, stop, self.window)
+            if of_row is None:
+                return None
+            cells.append(of_row)
+        return cells
+
     @cached_property
-    def _document_starts(self) -> list[int]:
-        """For each position, the start of its document; the earliest one over the batch."""
-        assert self.documents_BT is not None
-        position_T = torch.arange(self.documents_BT.shape[1], device=self.documents_BT.device)
-        begins_BT = torch.ones_like(self.documents_BT, dtype=torch.bool)
-        begins_BT[:, 1:] = self.documents_BT[:, 1:] != self.documents_BT[:, :-1]
-        starts_BT = torch.where(begins_BT, position_T, 0).cummax(dim=1).values
-        return starts_BT.amin(dim=0).tolist()
+    def _rows(self) -> list[_Row]:
+        """The padding and the documents of each row (or of all, where they are the same), in one copy from the device."""
+        given = [tensor for tensor in (self.documents_BT, self.padding_BT) if tensor is not None]
+        shape, device = torch.broadcast_shapes(*(tensor.shape for tensor in given)), given[0].device
+        begins_BT, is_real_BT = torch.zeros(2, *shape, dtype=torch.bool, device=device).unbind(0)
+        if self.documents_BT is not None:
+            begins_BT[:, 1:] = self.documents_BT[:, 1:] != self.documents_BT[:, :-1]
+        is_real_BT[:] = True if self.padding_BT is None else self.padding_BT
+        flags = torch.stack([begins_BT, is_real_BT], dim=1).cpu()
+        return [_Row.of(begins_T, is_real_T) for begins_T, is_real_T in flags]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One row of a batch: its real tokens `[first_real, last_real)`, and where its documents start, the first at 0."""
+
+    length: int
+    first_real: int
+    last_real: int
+    is_contiguous: bool
+    starts: list[int]
+
+    @staticmethod
+    def of(begins_T: Tensor, is_real_T: Tensor) -> _Row:
+        length, count = len(is_real_T), int(is_real_T.sum())
+        first, last = 0, 0
+        if count:
+            first, last = int(is_real_T.int().argmax()), length - int(is_real_T.flip(0).int().argmax())
+        return _Row(length, first, last, count == last - first, [0, *begins_T.nonzero().flatten().tolist()])
+
+    def document_start(self, position: int) -> int:
+        return self.starts[bisect_right(self.starts, position) - 1]
+
+    def documents(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """`[first, last)` of each document with a token in `[start, stop)`."""
+        for index in range(bisect_right(self.starts, start) - 1, len(self.starts)):
+            first = self.starts[index]
+            if first >= stop:
+                return
+            yield first, self.starts[index + 1] if index + 1 < len(self.starts) else self.length
+
+    def cells(self, start: int, stop: int, window: int | None) -> list[Cell] | None:
+        """What the queries `[start, stop)` see, or None where that is not made of cells."""
+        if not self.is_contiguous:
+            return None
+        cells = []
+        for first, last in self.documents(start, stop):
+            first_key = max(first, self.first_real)
+            query, end = max(start, first_key), min(stop, last, self.last_real)
+            if query < end:
+                seen = first_key if window is None else max(first_key, query - window + 1)
+                cells.append(Cell(0, query, end, seen, end, causal=True))
+            # Queries on the padding after the real tokens see all of these, unless a window hides some or all.
+            query, end = max(start, first, self.last_real), min(stop, last)
+            if query < end and first_key < self.last_real and (window is None or query - window + 1 < self.last_real):
+                if window is not None and end - window > first_key:
+                    return None
+                cells.append(Cell(0, query, end, first_key, self.last_real, causal=False))
+        return cells
+
+
+def _as_part(cells: list[Cell], start: int, stop: int, batch: int, window: int | None) -> Part:
+    """The cells of a chunk; one that is the same in every row and takes in every query is not even a cell."""
+    if not cells:
+        return Part(start, stop, cells=Cells((), batch, stop - start))
+    first, last = min(cell.first_key for cell in cells), max(cell.last_key for cell in cells)
+    window = _narrower(window, max((cell.last_key - cell.first_key for cell in cells if cell.causal), default=0))
+    kinds = {cell[1:] for cell in cells}
+    if len(cells) == batch and len(kinds) == 1 and cells[0][1:3] == (start, stop):
+        return Part(first, last, causal=cells[0].causal, window=window)
+    moved = tuple(cell.moved(queries=start, keys=first) for cell in cells)
+    return Part(first, last, window=window, cells=Cells(moved, batch, stop - start))
+
+
+def _narrower(window: int | None, keys: int) -> int | None:
+    """The window, if it hides anything of so many keys."""
+    return None if window is None or keys <= window else window
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,11 +187,8 @@ class DenseMask:
 
     values_BHTT: Tensor
 
-    def is_plain(self, first_key: int, stop: int) -> bool:
-        return False
-
-    def first_key(self, start: int) -> int:
-        return 0
+    def part(self, start: int, stop: int, batch: int) -> Part:
+        return Part(0, stop, masked=True)
 
     def visible(self, start: int, stop: int, first_key: int, device: torch.device) -> Tensor:
         return self.values_BHTT[:, :, start:stop, first_key:stop].to(device)

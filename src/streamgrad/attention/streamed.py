@@ -3,7 +3,8 @@
     scores = query @ keys[0:stop]^T * scale,  hidden where the mask says so
     out = softmax(scores) @ values[0:stop]
 
-Only keys that some query of the chunk can see are read. Where causality alone hides keys, no mask is built.
+Only keys that some query of the chunk can see are read. A mask is built only where causality, a window, documents and padding at
+the ends of rows do not say what is hidden, or where no kernel can do without.
 
 Shapes: B batch, H query heads, G key/value heads, L chunk, D head size.
 """
@@ -42,16 +43,18 @@ def streamed_attention(
     chunk.attention_calls += 1
     mask = chunk.mask
     assert isinstance(mask, CausalMask | DenseMask)
-    first = mask.first_key(chunk.start)
-    is_plain = mask.is_plain(first, chunk.stop)
+    part = mask.part(chunk.start, chunk.stop, query_BHLD.shape[0])
     block = Block(
         scale=scale,
-        causal=is_plain,
-        mask=None if is_plain else mask.visible(chunk.start, chunk.stop, first, query_BHLD.device),
+        causal=part.causal,
+        window=part.window,
+        cells=part.cells,
+        mask=mask.visible(chunk.start, chunk.stop, part.first, query_BHLD.device) if part.masked else None,
         softcap=softcap,
         dropout=dropout,
     )
-    return _StreamedAttention.apply(chunk, first, block, _with_dense_rows(query_BHLD), key_BGLD, value_BGLD, sink_H)
+    keys = part.first, part.last
+    return _StreamedAttention.apply(chunk, keys, block, _with_dense_rows(query_BHLD), key_BGLD, value_BGLD, sink_H)
 
 
 class _StreamedAttention(torch.autograd.Function):
@@ -61,7 +64,7 @@ class _StreamedAttention(torch.autograd.Function):
     def forward(
         ctx: Any,
         chunk: Chunk,
-        first: int,
+        keys: tuple[int, int],
         block: Block,
         query_BHLD: Tensor,
         key_BGLD: Tensor,
@@ -70,13 +73,13 @@ class _StreamedAttention(torch.autograd.Function):
     ) -> Tensor:
         done = chunk.kept
         if done is None:
-            keys_and_values = chunk.stream.read(first, chunk.stop)
+            keys_and_values = chunk.stream.read(*keys)
             done = run_or_replace(chunk.backends, query_BHLD, *keys_and_values, block)
             if sink_H is not None:
                 done = _add_sink(done, sink_H)
             if chunk.keep_attention and block.dropout == 0.0:
                 chunk.kept = done
-        ctx.chunk, ctx.first, ctx.block = chunk, first, block
+        ctx.chunk, ctx.keys, ctx.block = chunk, keys, block
         # An alias: the output gets this node as its grad_fn, and the node holds the chunk. A kept tensor itself as output would
         # close that circle, and the step's memory would wait for the garbage collector.
         out_BHLD = done.out_BHLD.detach()
@@ -89,11 +92,15 @@ class _StreamedAttention(torch.autograd.Function):
         chunk: Chunk = ctx.chunk
         query_BHLD, out_BHLD, lse_BHL, dropped_BHLS, sink_H = ctx.saved_tensors
         dout_BHLD = _with_dense_rows(dout_BHLD)
-        key, value = chunk.stream.read(ctx.first, chunk.stop)
+        key, value = chunk.stream.read(*ctx.keys)
         backend = choose(chunk.backends, query_BHLD, key, value, ctx.block)
         done = Attended(out_BHLD, lse_BHL, dropped_BHLS)
         dquery_BHLD, pieces = backend.backward(dout_BHLD, query_BHLD, key, value, done, ctx.block)
-        pieces = [(ctx.first + first, ctx.first + last, dkey, dvalue) for first, last, dkey, dvalue in pieces]
+        offset = ctx.keys[0]
+        pieces = [(offset + first, offset + last, dkey, dvalue) for first, last, dkey, dvalue in pieces]
+        if ctx.keys != (0, chunk.stop):
+            # `settle` takes a single piece of a whole sequence to be about every key; this one is not.
+            pieces.append((0, 0, key[:, :, :0], value[:, :, :0]))
         dkey_BGLD, dvalue_BGLD = chunk.stream.settle(chunk.start, chunk.stop, pieces)
         dsink_H = None
         if sink_H is not None:

@@ -53,8 +53,6 @@ def stream_mask(
         elif leaf is not causal_mask_function:
             has_other_rule = True
     padding_BT = attention_mask.bool() if attention_mask is not None else None
-    if padding_BT is not None and bool(padding_BT.all()):
-        padding_BT = None
     rule = None if leaves == [causal_mask_function] else mask_function
     return CausalMask(rule, padding_BT, window, documents_BT, has_other_rule, batch_size)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import warnings
 from collections.abc import Sequence
 
@@ -11,11 +13,13 @@ from torch import Tensor
 from streamgrad.attention.backends.base import Backend, Block
 from streamgrad.attention.backends.cudnn import CudnnBackend
 from streamgrad.attention.backends.eager import EagerBackend
-from streamgrad.attention.backends.flash import FlashBackend
+from streamgrad.attention.backends.flash import FlashBackend, flash_implementation
 from streamgrad.attention.backends.sdpa import SdpaBackend
 from streamgrad.core.chunk import Attended
 
-__all__ = ["Backend", "Block", "backends_named", "choose", "run_or_replace"]
+__all__ = ["Backend", "Block", "backends_named", "choose", "flash_implementation", "run_or_replace"]
+
+logger = logging.getLogger("streamgrad")
 
 # In order of measured preference.
 _ALL: tuple[Backend, ...] = (CudnnBackend(), FlashBackend(), SdpaBackend(), EagerBackend())
@@ -27,16 +31,26 @@ def backends_named(name: str) -> list[Backend]:
 
 
 def choose(backends: Sequence[Backend], query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Backend:
-    refusals = []
+    """The first that takes the block; flash before all others where FlashAttention-3 or 4 has been put in its place."""
+    if flash_implementation() is not None:
+        backends = sorted(backends, key=lambda backend: backend.name != "flash")
+    refusals: list[str] = []
     for backend in backends:
         refusal = backend.refusal(query_BHLD, key_BGSD, value_BGSD, block)
         if refusal is None:
+            _log_choice(backend.name, block.kind, query_BHLD.dtype, query_BHLD.device.type, "; ".join(refusals))
             return backend
         refusals.append(f"{backend.name}: {refusal}")
     raise ValueError(
         f"no attention kernel can compute this block ({'; '.join(refusals)}). "
         'Pass attention="auto" to streamgrad.enable to let one that can take it.'
     )
+
+
+@functools.cache
+def _log_choice(name: str, kind: str, dtype: torch.dtype, device: str, refusals: str) -> None:
+    """Once for each kind of block; the cache remembers which have been named."""
+    logger.debug("attention kernel %s for %s blocks of %s on %s (%s)", name, kind, dtype, device, refusals or "the first choice")
 
 
 def run_or_replace(backends: list[Backend], query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Attended:

@@ -11,23 +11,29 @@ Shapes: B batch, H query heads, G key/value heads (H a multiple of G), L queries
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+import functools
+import importlib
+import warnings
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from streamgrad.attention.cells import Cell, Cells
 from streamgrad.core.chunk import Attended, KeyGradient
 
 
 @dataclass(frozen=True)
 class Block:
-    """How the scores of one block are made.
+    """How the scores of one block are made. Which keys a query sees is said by `causal` (and `window`), or `cells`, or `mask`.
 
     Args:
         scale: factor on query @ key^T.
         causal: the queries are the last L of the S tokens: query i sees keys 0 .. S - L + i. (Not what torch's `is_causal`
             means when L != S: that one hides all keys after i.)
+        window: where the block, or a cell, is causal, a query sees only the last `window` of these keys.
+        cells: which queries of which row see which keys; a query outside of every cell sees none.
         mask: (B or 1, H or 1, L, S), boolean (True: visible) or additive; None: everything is visible.
         softcap: scores become softcap * tanh(scores / softcap).
         dropout: probability with which a weight is dropped after softmax.
@@ -35,9 +41,27 @@ class Block:
 
     scale: float
     causal: bool = False
+    window: int | None = None
+    cells: Cells | None = None
     mask: Tensor | None = None
     softcap: float | None = None
     dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        assert sum((self.causal, self.cells is not None, self.mask is not None)) <= 1
+        assert self.window is None or self.causal or self.cells is not None
+
+    @property
+    def kind(self) -> str:
+        """In a word or two, for logs: "causal", "cells with a window", "mask and softcap", ..."""
+        name = "causal" if self.causal else "dense"
+        name = "cells" if self.cells is not None else "mask" if self.mask is not None else name
+        name += "" if self.window is None else " with a window"
+        return name + ("" if self.softcap is None else " and softcap") + (" and dropout" if self.dropout > 0.0 else "")
+
+    def of_cell(self, cell: Cell) -> Block:
+        """The block that one of the cells is by itself."""
+        return replace(self, cells=None, causal=cell.causal, window=self.window if cell.causal else None)
 
 
 class Backend(Protocol):
@@ -68,15 +92,19 @@ def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def visible_mask(block: Block, rows: int, keys: int, device: torch.device) -> Tensor | None:
-    """The block's mask with causality written into it, for kernels that have no causal mask of this alignment."""
+    """What hides keys, as a mask, for kernels that have nothing else; None where every query sees every key."""
+    if block.cells is not None:
+        return block.cells.visible(keys, block.window, device)
     if not block.causal:
         return block.mask
-    assert block.mask is None
-    return torch.ones(rows, keys, dtype=torch.bool, device=device).tril_(diagonal=keys - rows)[None, None]
+    seen_LS = torch.ones(rows, keys, dtype=torch.bool, device=device).tril_(diagonal=keys - rows)
+    if block.window is not None:
+        seen_LS.triu_(diagonal=keys - rows - block.window + 1)
+    return seen_LS[None, None]
 
 
 def split_causal(block: Block, rows: int, keys: int) -> list[tuple[int, int, bool]]:
-    """A block without a mask as pieces of it for kernels that are causal only for as many queries as keys.
+    """A block without a mask, cells or window as pieces of it for kernels that are causal only for as many queries as keys.
 
     Keys `[first, last)` of each piece, and whether it is causal: the keys before the queries' own, and those.
     """
@@ -86,7 +114,28 @@ def split_causal(block: Block, rows: int, keys: int) -> list[tuple[int, int, boo
 
 
 def merge(a: Attended, b: Attended) -> Attended:
-    """Attention over the union of two sets of keys from attention over each: weights exp(lse_i - lse)."""
+    """Attention over the union of two sets of keys from attention over each: weights exp(lse_i - lse).
+
+    Every row sees a key in at least one of them. `a` may be overwritten.
+    """
+    kernels = _kernels() if a.out_BHLD.is_cuda and a.out_BHLD.dtype.itemsize == 2 else None
+    if kernels is not None:
+        kernels.merge_(a.out_BHLD, a.lse_BHL, b.out_BHLD, b.lse_BHL)
+        return a
     lse_BHL = torch.logaddexp(a.lse_BHL, b.lse_BHL)
     share_a, share_b = ((part.lse_BHL - lse_BHL).exp().unsqueeze(-1) for part in (a, b))
     return Attended((a.out_BHLD * share_a + b.out_BHLD * share_b).to(a.out_BHLD.dtype), lse_BHL)
+
+
+@functools.cache
+def _kernels() -> Any:
+    try:
+        return importlib.import_module("streamgrad.attention.kernels")
+    except ImportError as error:
+        warnings.warn(
+            f"streamgrad: Triton cannot be imported ({error}), so pieces of attention are merged by several kernels: slower, and "
+            "as exact.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None

@@ -1,4 +1,4 @@
-"""cuDNN's fused attention through torch (CUDA, 16-bit, no mask): the fastest kernel on Hopper GPUs.
+"""cuDNN's fused attention through torch (CUDA, 16-bit, dense or causal): the fastest kernel on Hopper GPUs.
 
 torch offers its causal mask only for as many queries as keys. The queries of a chunk over all keys so far are therefore two
 pieces, a dense one over the keys before the chunk and a causal one over its own, merged by their log-sum-exps.
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from streamgrad.attention.backends.base import Block, merge, split_causal
-from streamgrad.attention.backends.flash import needs_plain_16_bit_cuda
+from streamgrad.attention.backends.flash import needs_16_bit_cuda
 from streamgrad.core.chunk import Attended, KeyGradient
 
 aten = torch.ops.aten
@@ -22,10 +22,12 @@ class CudnnBackend:
     def refusal(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> str | None:
         if not torch.backends.cudnn.is_available():
             return "cuDNN is not available"
+        if block.cells is not None or block.window is not None:
+            return "torch offers it no ragged batches and no sliding window"
         rows, keys = query_BHLD.shape[2], key_BGSD.shape[2]
         if rows == 1 or any(last - first == 1 for first, last, _ in split_causal(block, rows, keys)):
             return "its backward does not take a single query or key"
-        return needs_plain_16_bit_cuda(query_BHLD, value_BGSD, block, largest_head=128)
+        return needs_16_bit_cuda(query_BHLD, value_BGSD, block, largest_head=128)
 
     def forward(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Attended:
         merged: Attended | None = None
@@ -51,7 +53,8 @@ class CudnnBackend:
                 dout_BHLD, query_BHLD, key_BGSD[:, :, first:last], value_BGSD[:, :, first:last], done.out_BHLD, lse_BHL1,
                 seed, seed, None, None, None, query_BHLD.shape[2], last - first, 0.0, causal, scale=block.scale,
             )  # fmt: skip
-            dquery_BHLD = dquery if dquery_BHLD is None else dquery_BHLD + dquery
+            # Added in fp32 and rounded once, as torch adds 16-bit tensors.
+            dquery_BHLD = dquery if dquery_BHLD is None else dquery_BHLD.add_(dquery)
             pieces.append((first, last, dkey, dvalue))
         assert dquery_BHLD is not None
         return dquery_BHLD, pieces

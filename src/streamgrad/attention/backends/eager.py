@@ -1,7 +1,7 @@
 """Attention written out in torch: the reference, and the only kernel with softcap and dropout.
 
-It holds (chunk x keys) scores for every head, in fp32 for 16-bit inputs. The R = H / G query heads that read one key head are
-stacked along the query axis, so keys and values are never repeated.
+It holds (chunk x keys) scores for every head, in fp32 for 16-bit inputs; of a block of cells, those of one cell at a time. The
+R = H / G query heads that read one key head are stacked along the query axis, so keys and values are never repeated.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from streamgrad.attention.backends.base import Block, additive, visible_mask
 from streamgrad.core.chunk import Attended, KeyGradient
-from streamgrad.core.sums import accumulator_dtype
+from streamgrad.core.sums import accumulator_dtype, zeros_for_sum
 
 
 class EagerBackend:
@@ -21,6 +21,8 @@ class EagerBackend:
         return None
 
     def forward(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Attended:
+        if _by_cell(block):
+            return self._forward_by_cell(query_BHLD, key_BGSD, value_BGSD, block)
         scores_BHLS, _ = _scores(query_BHLD, key_BGSD, block)
         lse_BHL = scores_BHLS.logsumexp(dim=-1)
         weights_BHLS = _probabilities(scores_BHLS, lse_BHL)
@@ -35,6 +37,8 @@ class EagerBackend:
     def backward(
         self, dout_BHLD: Tensor, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, done: Attended, block: Block
     ) -> tuple[Tensor, list[KeyGradient]]:
+        if _by_cell(block):
+            return self._backward_by_cell(dout_BHLD, query_BHLD, key_BGSD, value_BGSD, done, block)
         scores_BHLS, slope_BHLS = _scores(query_BHLD, key_BGSD, block)
         dtype = scores_BHLS.dtype
         weights_BHLS = _probabilities(scores_BHLS, done.lse_BHL)
@@ -56,6 +60,37 @@ class EagerBackend:
         dquery_BHLD = (dscores_stacked @ key_BGSD.to(dtype)).view(query_BHLD.shape)
         dkey_BGSD = dscores_stacked.mT @ _stack_heads(query_BHLD.to(dtype), key_BGSD)
         return dquery_BHLD, [(0, key_BGSD.shape[2], dkey_BGSD, dvalue_BGSD)]
+
+    def _forward_by_cell(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Attended:
+        assert block.cells is not None
+        out_BHLD = query_BHLD.new_zeros(*query_BHLD.shape[:3], value_BGSD.shape[-1])
+        lse_BHL = query_BHLD.new_full(query_BHLD.shape[:3], float("-inf"), dtype=accumulator_dtype(query_BHLD.dtype))
+        for cell in block.cells.cells:
+            operands = cell.of_queries(query_BHLD), cell.of_keys(key_BGSD), cell.of_keys(value_BGSD)
+            done = self.forward(*operands, block.of_cell(cell))
+            cell.of_queries(out_BHLD).copy_(done.out_BHLD)
+            cell.of_queries(lse_BHL).copy_(done.lse_BHL)
+        return Attended(out_BHLD, lse_BHL)
+
+    def _backward_by_cell(
+        self, dout_BHLD: Tensor, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, done: Attended, block: Block
+    ) -> tuple[Tensor, list[KeyGradient]]:
+        assert block.cells is not None
+        dquery_BHLD, dkey_BGSD, dvalue_BGSD = (zeros_for_sum(tensor) for tensor in (query_BHLD, key_BGSD, value_BGSD))
+        for cell in block.cells.cells:
+            operands = cell.of_queries(query_BHLD), cell.of_keys(key_BGSD), cell.of_keys(value_BGSD)
+            of_cell = Attended(cell.of_queries(done.out_BHLD), cell.of_queries(done.lse_BHL))
+            dquery, pieces = self.backward(cell.of_queries(dout_BHLD), *operands, of_cell, block.of_cell(cell))
+            cell.of_queries(dquery_BHLD).copy_(dquery)
+            for _, _, dkey, dvalue in pieces:
+                cell.of_keys(dkey_BGSD).add_(dkey)
+                cell.of_keys(dvalue_BGSD).add_(dvalue)
+        return dquery_BHLD, [(0, key_BGSD.shape[2], dkey_BGSD, dvalue_BGSD)]
+
+
+def _by_cell(block: Block) -> bool:
+    """Not with dropout, whose draws are one tensor for the whole block."""
+    return block.cells is not None and block.dropout == 0.0
 
 
 def _stack_heads(rows_BHLX: Tensor, key_BGSD: Tensor) -> Tensor:

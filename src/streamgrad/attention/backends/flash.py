@@ -1,4 +1,10 @@
-"""torch's built-in FlashAttention-2 kernel (CUDA, 16-bit, no mask): dense blocks and causal ones of any shape."""
+"""FlashAttention through torch (CUDA, 16-bit, no mask): dense and causal blocks of any shape, sliding windows, ragged batches.
+
+Which kernel that is, is torch's choice: its built-in FlashAttention-2, or what `torch.nn.attention.activate_flash_attention_impl`
+has put in its place (FlashAttention-3 or 4, where their packages are installed). All are called by the same operators.
+
+Shapes: B batch, H query heads, G key/value heads, L queries, S keys, D head size, N queries and M keys of a ragged batch.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,7 @@ import torch
 from torch import Tensor
 
 from streamgrad.attention.backends.base import Block
+from streamgrad.attention.cells import Ragged
 from streamgrad.core.chunk import Attended, KeyGradient
 
 aten = torch.ops.aten
@@ -15,40 +22,119 @@ class FlashBackend:
     name = "flash"
 
     def refusal(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> str | None:
-        return needs_plain_16_bit_cuda(query_BHLD, value_BGSD, block, largest_head=256)
+        implementation = flash_implementation()
+        if implementation is not None and block.window is not None and _torch_version() < (2, 13):
+            return f"torch before 2.13 calls {implementation} without a sliding window in backward"
+        largest_head = 128 if implementation == "FA4" else 256
+        return needs_16_bit_cuda(query_BHLD, value_BGSD, block, largest_head)
 
     def forward(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Attended:
+        if block.cells is not None:
+            return _ragged_forward(query_BHLD, key_BGSD, value_BGSD, block)
         query, key, value = (tensor.transpose(1, 2) for tensor in (query_BHLD, key_BGSD, value_BGSD))
         # Below scaled_dot_product_attention, is_causal is aligned as `Block.causal` is: at the last query and the last key.
         out_BLHD, lse_BHL, *_ = aten._flash_attention_forward(
-            query, key, value, None, None, query.shape[1], key.shape[1], 0.0, block.causal, False, scale=block.scale
+            query, key, value, None, None, query.shape[1], key.shape[1], 0.0, block.causal, False, **_options(block, block.causal)
         )
         return Attended(out_BLHD.transpose(1, 2), lse_BHL)
 
     def backward(
         self, dout_BHLD: Tensor, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, done: Attended, block: Block
     ) -> tuple[Tensor, list[KeyGradient]]:
+        if block.cells is not None:
+            return _ragged_backward(dout_BHLD, query_BHLD, key_BGSD, value_BGSD, done, block)
         tensors = dout_BHLD, query_BHLD, key_BGSD, value_BGSD, done.out_BHLD
         dout, query, key, value, out = (tensor.transpose(1, 2) for tensor in tensors)
         seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
         dquery, dkey, dvalue = aten._flash_attention_backward(
             dout, query, key, value, out, done.lse_BHL, None, None, query.shape[1], key.shape[1], 0.0, block.causal,
-            seed, seed[:0], scale=block.scale,
+            seed, seed[:0], **_options(block, block.causal),
         )  # fmt: skip
         return dquery.transpose(1, 2), [(0, key.shape[1], dkey.transpose(1, 2), dvalue.transpose(1, 2))]
 
 
-def needs_plain_16_bit_cuda(query_BHLD: Tensor, value_BGSD: Tensor, block: Block, largest_head: int) -> str | None:
-    """Why a kernel for plain causal or dense 16-bit attention on an NVIDIA GPU cannot compute the block."""
+def flash_implementation() -> str | None:
+    """What stands in for torch's own FlashAttention-2 ("FA3", "FA4"), or None."""
+    return torch.nn.attention.current_flash_attention_impl()
+
+
+def needs_16_bit_cuda(query_BHLD: Tensor, value_BGSD: Tensor, block: Block, largest_head: int) -> str | None:
+    """Why a kernel for 16-bit attention without a mask on an NVIDIA GPU cannot compute the block."""
     size = query_BHLD.shape[-1]
     if query_BHLD.device.type != "cuda" or torch.version.hip is not None:
         return f"it needs an NVIDIA GPU, not device {query_BHLD.device.type!r}"
     if query_BHLD.dtype not in (torch.bfloat16, torch.float16):
         return f"it needs bfloat16 or float16, not {query_BHLD.dtype}"
     if block.mask is not None:
-        return "it takes no mask (padding, packing, a narrow window or a 4-D mask)"
+        return "it takes no mask (padding with gaps, a window over padding, or a 4-D mask)"
     if block.softcap is not None or block.dropout > 0.0:
         return "it has no softcap and no dropout here"
     if size != value_BGSD.shape[-1] or size % 8 or size > largest_head:
         return f"it needs one head size, a multiple of 8 up to {largest_head}, for keys and values"
     return None
+
+
+def _ragged_forward(query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Attended:
+    """One call for the causal cells and one for the others; 0 and a log-sum-exp of -inf for queries in no cell."""
+    assert block.cells is not None
+    batch, _, length, _ = query_BHLD.shape
+    out_BHLD: Tensor | None = None
+    lse_BHL: Tensor | None = None
+    for ragged in block.cells.ragged(query_BHLD.device):
+        query = _tokens_first(ragged.queries.gather(query_BHLD))
+        key, value = (_tokens_first(ragged.keys.gather(tensor)) for tensor in (key_BGSD, value_BGSD))
+        out_NHD, lse_HN, *_ = aten._flash_attention_forward(
+            query, key, value, *_extents(ragged), 0.0, ragged.causal, False, **_options(block, ragged.causal)
+        )
+        out_BHLD = ragged.queries.scatter(out_NHD.transpose(0, 1), batch, length, into=out_BHLD)
+        lse_BHL = ragged.queries.scatter(lse_HN, batch, length, fill=float("-inf"), into=lse_BHL)
+    if out_BHLD is None or lse_BHL is None:
+        return Attended(
+            torch.zeros_like(query_BHLD), query_BHLD.new_full(query_BHLD.shape[:3], float("-inf"), dtype=torch.float32)
+        )
+    return Attended(out_BHLD, lse_BHL)
+
+
+def _ragged_backward(
+    dout_BHLD: Tensor, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, done: Attended, block: Block
+) -> tuple[Tensor, list[KeyGradient]]:
+    assert block.cells is not None
+    batch, _, length, _ = query_BHLD.shape
+    keys = key_BGSD.shape[2]
+    seed = torch.zeros(2, dtype=torch.uint64, device=query_BHLD.device)
+    dquery_BHLD: Tensor | None = None
+    pieces: list[KeyGradient] = []
+    for ragged in block.cells.ragged(query_BHLD.device):
+        dout, query, out = (_tokens_first(ragged.queries.gather(tensor)) for tensor in (dout_BHLD, query_BHLD, done.out_BHLD))
+        key, value = (_tokens_first(ragged.keys.gather(tensor)) for tensor in (key_BGSD, value_BGSD))
+        lse_HN = ragged.queries.gather(done.lse_BHL).contiguous()
+        gradients = aten._flash_attention_backward(
+            dout, query, key, value, out, lse_HN, *_extents(ragged), 0.0, ragged.causal, seed, seed[:0],
+            **_options(block, ragged.causal),
+        )  # fmt: skip
+        dquery, dkey, dvalue = (tensor.transpose(0, 1) for tensor in gradients)
+        dquery_BHLD = ragged.queries.scatter(dquery, batch, length, into=dquery_BHLD)
+        pieces.append((0, keys, ragged.keys.scatter(dkey, batch, keys), ragged.keys.scatter(dvalue, batch, keys)))
+    return torch.zeros_like(query_BHLD) if dquery_BHLD is None else dquery_BHLD, pieces
+
+
+def _tokens_first(tensor_HND: Tensor) -> Tensor:
+    return tensor_HND.transpose(0, 1)
+
+
+def _extents(ragged: Ragged) -> tuple[Tensor, Tensor, int, int]:
+    """The operators' cum_seq_q, cum_seq_k, max_q and max_k."""
+    # Told that no cell has a second query, FlashAttention-2 takes another way, made for decoding. The length is only a bound.
+    return ragged.queries.ends_C, ragged.keys.ends_C, max(2, ragged.queries.longest), ragged.keys.longest
+
+
+def _options(block: Block, causal: bool) -> dict[str, float | int]:
+    """The scale and, as the operators count it, the window: keys before a query's own, and after."""
+    if block.window is None or not causal:
+        return {"scale": block.scale}
+    return {"scale": block.scale, "window_size_left": block.window - 1, "window_size_right": 0}
+
+
+def _torch_version() -> tuple[int, int]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
