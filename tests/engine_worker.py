@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -31,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 import streamgrad
 from gradients import worst_gradient_error
 from lora import with_lora
-from streamgrad.distributed import make_zero3_leaves
+from streamgrad.distributed import make_zero3_leaves, rank_bytes
 from tiny import tiny_model, tokens
 
 LENGTHS = (32, 9, 21, 5)  # of the batch of each rank
@@ -62,11 +63,13 @@ class Case:
 class Outcome:
     """Full parameters after the last step, and how often (collective, elements) was started during it.
 
-    In the steps before, DDP rebuilds its buckets and ZeRO-3 compares its traces of the model.
+    In the steps before, DDP rebuilds its buckets and ZeRO-3 compares its traces of the model. `held` is what this rank keeps of
+    parameters and of the optimizer's state, in elements.
     """
 
     parameters: dict[str, Tensor]
     collectives: Counter
+    held: tuple[int, int]
 
     def traffic(self) -> dict[str, tuple[int, int]]:
         """Of each kind of collective: how many, and elements in all.
@@ -148,6 +151,10 @@ class Ddp:
     def parameters(self) -> dict[str, Tensor]:
         return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
 
+    def held_parameters(self) -> int:
+        values = self.model.parameters()
+        return sum((value.to_local() if isinstance(value, DTensor) else value).numel() for value in values)
+
 
 class Fsdp2(Ddp):
     def __init__(self, model: nn.Module, case: Case) -> None:
@@ -183,9 +190,10 @@ class Zero:
             # What is smaller than the defaults is never sharded, and all of a tiny model is.
             "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0,
         }  # fmt: skip
+        self.optimizer = optimizer_for(model)
         self.engine, *_ = deepspeed.initialize(
             model=model,
-            optimizer=optimizer_for(model),
+            optimizer=self.optimizer,
             config={
                 "train_micro_batch_size_per_gpu": 2,
                 "gradient_accumulation_steps": case.micro_batches,
@@ -209,6 +217,9 @@ class Zero:
 
         with deepspeed.zero.GatheredParameters(list(self.model.parameters()), enabled=self.stage == 3):
             return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+
+    def held_parameters(self) -> int:
+        return sum(value.ds_tensor.numel() if self.stage == 3 else value.numel() for value in self.model.parameters())
 
 
 ENGINES: dict[str, type] = {"ddp": Ddp, "fsdp2": Fsdp2, "zero1": Zero, "zero2": Zero, "zero3": Zero}
@@ -235,7 +246,12 @@ def run_case(case: Case) -> Outcome:
         with Collectives() if step == STEPS - 1 else contextlib.nullcontext() as seen:
             engine.step(batches_of(dist.get_rank(), step, case.micro_batches))
         unseen = engine.unseen_collectives()
-    return Outcome(engine.parameters(), seen.counts + unseen)
+    return Outcome(engine.parameters(), seen.counts + unseen, (engine.held_parameters(), held_state(engine.optimizer)))
+
+
+def held_state(optimizer: torch.optim.Optimizer) -> int:
+    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel() for tensor in tensors)
 
 
 class Collectives(TorchDispatchMode):
@@ -267,6 +283,17 @@ def with_checkpointing(cases: list[Case]) -> list[Case]:
     return listed
 
 
+def expected_to_be_held(case: Case, parameters: dict[str, Tensor], world_size: int) -> tuple[float, float]:
+    """Elements on all ranks, by the formulas; shards are rounded up, and some ranks have more rows than others."""
+    numbers = {
+        "parameters": sum(value.numel() for value in parameters.values()),
+        "trainable": sum(value.numel() for name, value in parameters.items() if case.method != "lora" or "lora_" in name),
+    }
+    sizes = {"parameter_size": 1, "gradient_size": 1, "optimizer_size": 1}  # SGD with momentum
+    expected = rank_bytes(case.engine, unit=0, ranks=world_size, **numbers, **sizes)
+    return world_size * expected.parameters, world_size * expected.optimizer
+
+
 def check_cases(subtests: Any, cases: list[Case], *, world_size: int = 2) -> None:
     """Every rank's parameters are those of plain backpropagation, and its communication that of gradient checkpointing."""
     cases = with_checkpointing(cases)
@@ -280,6 +307,9 @@ def check_cases(subtests: Any, cases: list[Case], *, world_size: int = 2) -> Non
             plain[key] = plain_backprop(case.method, world_size, case.micro_batches)
             start = {name: parameter.detach() for name, parameter in build(case.method).named_parameters()}
             assert worst_gradient_error(start, plain[key])[0] > 0.05, "training hardly moved, so nothing would be compared"
+        with subtests.test(f"{case}, bytes"):
+            held = [sum(numbers) for numbers in zip(*(outcomes[index].held for outcomes in ranks), strict=True)]
+            assert held == pytest.approx(expected_to_be_held(case, plain[key], world_size), rel=0.05)
         stock = cases.index(replace(case, chunks=None, enable_after=False, keep="input"))
         for rank, outcomes in enumerate(ranks):
             with subtests.test(f"{case}, rank {rank}"):

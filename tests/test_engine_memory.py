@@ -1,0 +1,80 @@
+"""The byte formulas of the engines, and the paper's ZeRO-2 table by formula, as docs/distributed.md shows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from streamgrad.distributed import longest_sequence, rank_bytes
+from streamgrad.distributed.memory import ENGINES
+
+DOCS = Path(__file__).parent.parent / "docs" / "distributed.md"
+# The paper's table of the longest sequence, in thousands of tokens, of Qwen3-8B under ZeRO-2 on A800 GPUs of 80 GB.
+PAPER = {
+    3: (18.6, 92.4), 4: (20.5, 112.0), 5: (22.3, 121.5), 6: (23.1, 128.7), 7: (23.5, 131.4), 8: (23.7, 131.8),
+}  # fmt: skip
+
+GIB = 2**30
+BUDGET = 79.3 * GIB * 0.95  # what an A800 of 80 GB lets a process have, less 5% for fragments
+LAYERS, WIDTH, HEADS, KV_HEADS, HEAD_SIZE, MLP, VOCABULARY = 36, 4096, 32, 8, 128, 12288, 151936
+LAYER = WIDTH * HEAD_SIZE * (2 * HEADS + 2 * KV_HEADS) + 3 * WIDTH * MLP + 2 * WIDTH + 2 * HEAD_SIZE
+PARAMETERS = LAYERS * LAYER + 2 * VOCABULARY * WIDTH + WIDTH
+
+
+def zero2_longest(gpus: int) -> int:
+    """Tokens of Qwen3-8B in bf16 with layer inputs kept on the device, chunks of 2048 in the layers and of 512 in the head."""
+    fixed = rank_bytes("zero2", parameters=PARAMETERS, trainable=PARAMETERS, unit=LAYER, ranks=gpus).total
+    h, keys_and_values = 2 * WIDTH, 2 * 2 * KV_HEADS * HEAD_SIZE  # bytes a token
+    # Inputs of the norms and projections, q, k and v before and after their norms, gate, up, activation and their product.
+    graph = 2 * (7 * WIDTH + 3 * (HEADS + KV_HEADS) * HEAD_SIZE + KV_HEADS * HEAD_SIZE + 4 * MLP)
+
+    def peak(tokens: int) -> float:
+        kept = LAYERS * h * tokens
+        # Hidden states before and after the norm, their gradient; the head's gradient, summed in fp32 and returned in bf16.
+        in_head = 3 * h * tokens + 6 * VOCABULARY * WIDTH + 512 * 4 * VOCABULARY
+        # Gradients in and out; keys, values, fp32 sums and one term of their gradients; a chunk's graph and gradients.
+        in_layer = (2 * h + 5 * keys_and_values) * tokens + 2048 * 1.7 * graph + 4 * LAYER
+        return fixed + kept + max(in_head, in_layer)
+
+    return longest_sequence(peak, BUDGET)
+
+
+def table() -> str:
+    lines = ["| GPUs | checkpointing, paper | StreamBP, paper | streamgrad, computed |", "|---|---|---|---|"]
+    for gpus, (checkpointing, streambp) in PAPER.items():
+        lines.append(f"| {gpus} | {checkpointing} | {streambp} | {zero2_longest(gpus) / 1000:.1f} |")
+    return "\n".join(lines)
+
+
+def test_the_papers_table_is_in_the_docs_as_computed():
+    assert round(PARAMETERS / 1e9, 2) == 8.19
+    assert table() in DOCS.read_text()
+
+
+def test_formulas_at_the_ends():
+    sizes = {"parameters": 1000, "trainable": 1000, "unit": 100}
+    for engine in ENGINES:
+        assert rank_bytes(engine, ranks=1, **sizes).optimizer == 12000
+        assert rank_bytes(engine, ranks=4, **sizes).total <= rank_bytes(engine, ranks=2, **sizes).total
+    by_engine = [rank_bytes(engine, ranks=8, **sizes).total for engine in ("ddp", "none", "zero1", "zero2", "fsdp2", "zero3")]
+    assert by_engine == sorted(by_engine, reverse=True)
+    lora = rank_bytes("zero3", ranks=8, parameters=1000, trainable=10, unit=100)
+    assert (lora.parameters, lora.gradients, lora.optimizer, lora.working) == (250.0, 2.5, 15.0, 220.0)
+
+
+@pytest.mark.parametrize("changes", [{"engine": "zero4"}, {"ranks": 0}, {"trainable": 2000}, {"unit": 2000}])
+def test_what_makes_no_sense_is_refused(changes):
+    arguments = {"engine": "zero2", "parameters": 1000, "trainable": 1000, "unit": 100, "ranks": 2} | changes
+    with pytest.raises(ValueError, match=r"Pass one of|more than all of them"):
+        rank_bytes(arguments.pop("engine"), **arguments)
+
+
+def test_longest_sequence():
+    assert longest_sequence(lambda tokens: 10 + 2 * tokens, 1010) == 500
+    assert longest_sequence(lambda tokens: 10 + 2 * tokens, 1009) == 400
+    assert longest_sequence(lambda tokens: 10 + 2 * tokens, 9) == 0
+
+
+if __name__ == "__main__":
+    print(table())
