@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +13,7 @@ from rich.console import Console
 
 import streamgrad
 from streamgrad.cli import demo as demo_command
+from streamgrad.cli import env as env_command
 from streamgrad.cli.bench import bench
 from streamgrad.cli.train import train
 
@@ -56,3 +59,20 @@ def demo(
     `python -m streamgrad demo --quick --out /tmp/demo.png`
     """
     demo_command.run(demo_command.QUICK if quick else demo_command.FULL, out=out, memory_image=memory_image, console=Console())
+
+
+@app.command()
+def env(as_json: Annotated[bool, typer.Option("--json", help="The same as one JSON object.")] = False) -> None:
+    """Versions, devices, memory, and which attention kernels work here; each is tried on a small chunk of every kind of batch.
+
+    **Examples**
+
+    `python -m streamgrad env`
+
+    `python -m streamgrad env --json`
+    """
+    found = env_command.environment()
+    if as_json:
+        typer.echo(json.dumps(asdict(found), indent=2))
+    else:
+        env_command.print_environment(found, Console())
