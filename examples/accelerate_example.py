@@ -44,7 +44,7 @@ def main() -> None:
     shape = options.steps * GLOBAL_BATCH, options.length
     tokens = torch.randint(model.config.vocab_size, shape, generator=seeded)
     loader = torch.utils.data.DataLoader(tokens, batch_size=GLOBAL_BATCH // accelerator.num_processes)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for ids in loader:
         loss = model(input_ids=ids, labels=ids).loss

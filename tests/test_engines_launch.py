@@ -62,19 +62,13 @@ def check_run(launcher: list, start: Path, plain: Path, output: Path, says: str)
     assert worst < 1e-6, f"{name} is off by {worst:.1e}"
 
 
-NEEDS_HEAD_OUTPUT = pytest.mark.xfail(
-    strict=True,
-    reason="ZeRO-3 finds no tensor in what the streamed head returns, and holds a weight that is read outside of its module",
-)
-
-
 @pytest.mark.parametrize(
     ("config", "engine"),
     [
         ("ddp", "MULTI_CPU"),
         ("fsdp2", "FSDP"),
         ("zero2", "DEEPSPEED"),
-        pytest.param("zero3", "DEEPSPEED", marks=NEEDS_HEAD_OUTPUT),
+        ("zero3", "DEEPSPEED"),
     ],
 )
 def test_accelerate_launch(start, plain, tmp_path, config, engine):
