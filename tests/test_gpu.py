@@ -11,6 +11,9 @@ import batches
 import streamgrad
 from gradients import assert_same_step, no_float32, relative_error, run_step, total_gradient_error
 from streamgrad.attention.backends import Block, backends_named
+from streamgrad.attention.backends.base import visible_mask
+from streamgrad.attention.cells import Cell, Cells
+from streamgrad.attention.masks import CausalMask
 from streamgrad.core.chunk import Attended
 from tiny import tiny_model, tokens
 
@@ -27,30 +30,55 @@ def on_gpu(batch: dict) -> dict:
     return {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
-@pytest.mark.parametrize("kind", ["dense", "causal", "chunk", "mask"])
+# Of 96 queries and 161 keys: documents, one of a single token, and padding after them; padding before; a row that sees nothing.
+CELLS = {
+    1: [
+        Cell(0, 0, 40, 7, 60, True), Cell(0, 40, 41, 60, 61, True), Cell(0, 41, 70, 61, 90, True), Cell(0, 70, 96, 61, 90, False),
+    ],
+    3: [
+        Cell(0, 0, 33, 0, 98, True), Cell(0, 33, 96, 98, 161, True), Cell(2, 17, 80, 3, 99, True), Cell(2, 80, 96, 3, 99, False),
+    ],
+}  # fmt: skip
+KINDS = ["dense", "causal", "chunk", "window", "one cell a query", "cells of a row", "cells", "cells and window", "mask"]
+
+
+def block_of(kind: str, size: int) -> tuple[Block, int, int, int]:
+    """The block, and how many rows, queries and keys it has."""
+    scale, queries, keys = size**-0.5, 96, 96 if kind == "causal" else 161
+    if kind == "mask":
+        return Block(scale=scale, mask=torch.rand(2, 1, queries, keys, device="cuda") < 0.5), 2, queries, keys
+    if kind == "one cell a query":
+        cells = [Cell(0, query, query + 1, 2 * query, 2 * query + 2, query % 2 == 0) for query in range(80)]
+        return Block(scale=scale, cells=Cells(tuple(cells), 1, queries)), 1, queries, keys
+    if "cells" in kind:
+        batch = 1 if kind == "cells of a row" else 3
+        window = 20 if "window" in kind else None
+        return Block(scale=scale, window=window, cells=Cells(tuple(CELLS[batch]), batch, queries)), batch, queries, keys
+    return Block(scale=scale, causal=kind != "dense", window=20 if kind == "window" else None), 2, queries, keys
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_block_and_its_part_of_a_larger_softmax(name, size, kind):
     """Forward, backward, and backward with the output and log-sum-exp of a row twice as long."""
     torch.manual_seed(0)
-    rows = 96
-    keys = {"causal": rows, "chunk": 161, "dense": 161, "mask": 161}[kind]
+    block, batch, rows, keys = block_of(kind, size)
     query, key, value, dout = (
-        torch.randn(2, heads, length, size, device="cuda", dtype=torch.bfloat16)
+        torch.randn(batch, heads, length, size, device="cuda", dtype=torch.bfloat16)
         for heads, length in ((4, rows), (2, keys), (2, keys), (4, rows))
     )
-    mask = torch.rand(2, 1, rows, keys, device="cuda") < 0.5 if kind == "mask" else None
-    block = Block(scale=size**-0.5, causal=kind in ("causal", "chunk"), mask=mask)
     (backend,), (reference,) = backends_named(name), backends_named("eager")
     refusal = backend.refusal(query, key, value, block)
     if refusal:
         pytest.skip(refusal)
     exact = [tensor.double() for tensor in (query, key, value)]
-    done, truth = backend.forward(query, key, value, block), reference.forward(*exact, block)
+    as_mask = Block(scale=block.scale, mask=visible_mask(block, rows, keys, query.device))
+    done, truth = backend.forward(query, key, value, block), reference.forward(*exact, as_mask)
     assert relative_error(done.out_BHLD, truth.out_BHLD) < 5e-3
     torch.testing.assert_close(done.lse_BHL.double(), truth.lse_BHL, rtol=0.0, atol=1e-2)
     larger = Attended(truth.out_BHLD * 0.5, truth.lse_BHL + 0.7)
-    expected = reference.backward(dout.double(), *exact, larger, block)
+    expected = reference.backward(dout.double(), *exact, larger, as_mask)
     rounded = Attended(larger.out_BHLD.bfloat16(), larger.lse_BHL.float())
     actual = backend.backward(dout, query, key, value, rounded, block)
     for ours, theirs in zip(*(added_up(result, key) for result in (actual, expected)), strict=True):
@@ -68,16 +96,16 @@ def added_up(result, key):
     return dquery, dkey, dvalue
 
 
-@pytest.mark.parametrize("keep", ["input", "attention"])
+@pytest.mark.parametrize(("keep", "chunk_size"), [("input", 7), ("attention", 7), ("input", 64)])
 @pytest.mark.parametrize("kind", [kind for kind in batches.KINDS if kind != "unlabelled"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
-def test_fp32_gradients_on_the_device(family, kind, keep):
+def test_fp32_gradients_on_the_device(family, kind, keep, chunk_size):
     if (family, kind) == ("gpt_oss", "packed_flat"):
         pytest.skip("stock gpt-oss with eager attention ignores the boundaries")
     model = tiny_model(family, dtype=torch.float32).cuda()
     batch = on_gpu(batches.KINDS[kind](model))
     expected = run_step(model, batch)
-    streamgrad.enable(model, chunk_size=7, head_chunk_size=5, keep=keep)
+    streamgrad.enable(model, chunk_size=chunk_size, head_chunk_size=5, keep=keep)
     assert_same_step(run_step(model, batch), expected, 2e-5)
 
 
@@ -91,23 +119,38 @@ def test_fp64_gradients_on_the_device(family):
         assert_same_step(run_step(model, batch), expected, 1e-10)
 
 
-@pytest.mark.parametrize("kind", ["plain", "padded"])
+def long_batch(kind: str, seed: int) -> dict:
+    """Two rows of 1,024 tokens."""
+    length = 1024
+    ids = tokens(2, length, seed=seed).cuda()
+    batch = {"input_ids": ids, "labels": ids.clone(), "use_cache": False}
+    position = torch.arange(length, device="cuda").expand(2, -1)
+    first, last = {"left": (300, length), "right": (0, 700)}.get(kind, (0, length))
+    if kind in ("left", "right"):
+        batch["attention_mask"] = torch.ones_like(ids)
+        batch["attention_mask"][1] = (position[1] >= first) & (position[1] < last)
+        batch["labels"][1] = batch["labels"][1].masked_fill((position[1] <= first) | (position[1] >= last), -100)
+    if "packed" in kind:
+        batch["position_ids"] = position % torch.tensor([[170], [411]], device="cuda")
+    return batch
+
+
+LONG = {"plain": "llama", "right": "llama", "left": "llama", "packed": "llama", "window": "mistral", "packed window": "mistral"}
+
+
+@pytest.mark.parametrize("kind", LONG)
 @pytest.mark.parametrize("name", ["auto", *KERNELS])
 def test_bf16_error_is_that_of_plain_bf16(name, kind):
     """At most 1.02 times plain bf16's error against fp32, pooled over parameters and random models."""
-    if kind == "padded" and name in ("cudnn", "flash"):
-        pytest.skip("takes no mask")
+    if kind != "plain" and name == "cudnn":
+        pytest.skip("takes plain blocks only")
     length, squares = 1024, dict.fromkeys((0, 8, 64), 0.0)
+    shape = SHAPE | ({"sliding_window": 200} if "window" in kind else {})
     for seed in range(4):
-        model = tiny_model("llama", dtype=torch.bfloat16, seed=seed, **SHAPE).cuda()
-        truth_model = tiny_model("llama", dtype=torch.float32, seed=seed, **SHAPE).cuda()
+        model = tiny_model(LONG[kind], dtype=torch.bfloat16, seed=seed, **shape).cuda()
+        truth_model = tiny_model(LONG[kind], dtype=torch.float32, seed=seed, **shape).cuda()
         truth_model.load_state_dict(model.state_dict())
-        ids = tokens(2, length, seed=seed).cuda()
-        batch = {"input_ids": ids, "labels": ids.clone()}
-        if kind == "padded":
-            batch["attention_mask"] = torch.ones_like(ids)
-            batch["attention_mask"][1, 700:] = 0
-            batch["labels"][1, 700:] = -100
+        batch = long_batch(kind, seed)
         truth = run_step(truth_model, batch).gradients
         for chunks in squares:
             if chunks:
@@ -117,6 +160,20 @@ def test_bf16_error_is_that_of_plain_bf16(name, kind):
     for chunks in (8, 64):
         ratio = math.sqrt(squares[chunks] / squares[0])
         assert ratio <= 1.02, f"{chunks} chunks: {ratio:.4f} times plain bf16"
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_no_mask_is_made_on_the_device(kind, monkeypatch):
+    """Padding at the ends of rows, documents and windows go to the kernels as they are."""
+    model = tiny_model(LONG[kind], dtype=torch.bfloat16, **SHAPE | ({"sliding_window": 200} if "window" in kind else {})).cuda()
+    streamgrad.enable(model, chunk_size=128)
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("a mask was made")
+
+    monkeypatch.setattr(CausalMask, "visible", refuse)
+    monkeypatch.setattr(Cells, "visible", refuse)
+    run_step(model, long_batch(kind, seed=0))
 
 
 def test_dropout_on_the_device_uses_one_mask():
