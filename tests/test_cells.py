@@ -306,6 +306,22 @@ def test_models_on_the_flash_path(family, kind, chunk_size, fake_flash):
         assert {"ragged forward", "ragged backward"} <= set(fake_flash.calls)
 
 
+@pytest.mark.parametrize("chunk_size", [3, 23])
+@pytest.mark.parametrize("attention", ["eager", "auto"])
+def test_last_chunks_that_see_no_key(attention, chunk_size, fake_flash):
+    """Padding longer than the window: the first chunks of backward have nothing to do and nothing to give."""
+    model = tiny_model("mistral")
+    ids = tokens(1, batches.LENGTH)
+    real = torch.arange(batches.LENGTH)[None] < 9
+    batch = {"input_ids": ids, "attention_mask": real.long(), "labels": ids.masked_fill(~real, -100)}
+    with no_float32():
+        expected = run_step(model, batch)
+        streamgrad.enable(model, chunk_size=chunk_size, attention=attention)
+        if attention == "auto":
+            del model.model._streamgrad.stream.backends[0]  # cudnn, which stands before flash
+        assert_same_step(run_step(model, batch), expected, 1e-10)
+
+
 @pytest.mark.parametrize("attention", ["eager", "flash"])
 @pytest.mark.parametrize("kind", ["packed", "left", "right", "window", "padded_window"])
 def test_no_mask_is_made_where_a_kernel_takes_cells(kind, attention, fake_flash, monkeypatch):

@@ -115,7 +115,9 @@ def _ragged_backward(
         dquery, dkey, dvalue = (tensor.transpose(0, 1) for tensor in gradients)
         dquery_BHLD = ragged.queries.scatter(dquery, batch, length, into=dquery_BHLD)
         pieces.append((0, keys, ragged.keys.scatter(dkey, batch, keys), ragged.keys.scatter(dvalue, batch, keys)))
-    return torch.zeros_like(query_BHLD) if dquery_BHLD is None else dquery_BHLD, pieces
+    if dquery_BHLD is None:
+        return torch.zeros_like(query_BHLD), [(0, keys, torch.zeros_like(key_BGSD), torch.zeros_like(value_BGSD))]
+    return dquery_BHLD, pieces
 
 
 def _tokens_first(tensor_HND: Tensor) -> Tensor:
