@@ -38,6 +38,8 @@ def test_fp64_gradients_equal_plain_backprop(family, kind, method):
                 actual = run_step(model, batch)
                 streamgrad.disable(model)
                 assert_same_step(actual, expected, tolerance=1e-10)
+        streamgrad.enable(model, keep="all")
+        assert_same_step(run_step(model, batch), expected, tolerance=1e-10)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -59,3 +61,16 @@ def test_every_cpu_kernel_gives_the_same_gradient(family, attention, kind):
         expected = run_step(model, batch)
         streamgrad.enable(model, chunk_size=7, attention=attention)
         assert_same_step(run_step(model, batch), expected, tolerance=1e-10)
+
+
+@pytest.mark.parametrize("keep", ["input", "attention", "all"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
+def test_backward_over_a_few_keys_at_a_time(family, keep, monkeypatch):
+    """Sequences so long that a chunk's keys are taken in several parts; here five keys are long."""
+    monkeypatch.setattr("streamgrad.attention.streamed.KEYS_AT_ONCE", 5)
+    model = tiny_model(family)
+    batch = batches.plain(model)
+    with no_float32():
+        expected = run_step(model, batch)
+        streamgrad.enable(model, chunk_size=7, keep=keep)
+        assert_same_step(run_step(model, batch), expected, 1e-10)

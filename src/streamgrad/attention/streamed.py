@@ -11,6 +11,7 @@ Shapes: B batch, H query heads, G key/value heads, L chunk, D head size.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from streamgrad.attention.backends import Block, choose, run_or_replace
 from streamgrad.attention.masks import CausalMask, DenseMask
-from streamgrad.core.chunk import Attended, Chunk, SeamError
+from streamgrad.core.chunk import KEYS_AT_ONCE, Attended, Chunk, SeamError
+from streamgrad.core.sums import as_sum
 
 
 def streamed_attention(
@@ -92,22 +94,40 @@ class _StreamedAttention(torch.autograd.Function):
         chunk: Chunk = ctx.chunk
         query_BHLD, out_BHLD, lse_BHL, dropped_BHLS, sink_H = ctx.saved_tensors
         dout_BHLD = _with_dense_rows(dout_BHLD)
-        key, value = chunk.stream.read(*ctx.keys)
-        backend = choose(chunk.backends, query_BHLD, key, value, ctx.block)
         done = Attended(out_BHLD, lse_BHL, dropped_BHLS)
-        dquery_BHLD, pieces = backend.backward(dout_BHLD, query_BHLD, key, value, done, ctx.block)
-        offset = ctx.keys[0]
-        pieces = [(offset + first, offset + last, dkey, dvalue) for first, last, dkey, dvalue in pieces]
-        if ctx.keys != (0, chunk.stop):
-            # `settle` takes a single piece of a whole sequence to be about every key; this one is not.
-            pieces.append((0, 0, key[:, :, :0], value[:, :, :0]))
-        dkey_BGLD, dvalue_BGLD = chunk.stream.settle(chunk.start, chunk.stop, pieces)
+        dquery_BHLD: Tensor | None = None
+        for (start, stop), block in _at_once(ctx.keys, ctx.block, query_BHLD.shape[2]):
+            key, value = chunk.stream.read(start, stop)
+            backend = choose(chunk.backends, query_BHLD, key, value, block)
+            term_BHLD, pieces = backend.backward(dout_BHLD, query_BHLD, key, value, done, block)
+            dquery_BHLD = term_BHLD if dquery_BHLD is None else as_sum(dquery_BHLD).add_(term_BHLD)
+            for first, last, dkey, dvalue in pieces:
+                # For every key, own ones included: those are complete now and are collected just below.
+                chunk.stream.deposit(start + first, start + last, dkey, dvalue)
+            del pieces
+        assert dquery_BHLD is not None
+        dkey_BGLD, dvalue_BGLD = chunk.stream.collect(chunk.start, chunk.stop)
         dsink_H = None
         if sink_H is not None:
             weight_BHL = (sink_H.to(lse_BHL.dtype)[None, :, None] - lse_BHL).exp()
             delta_BHL = (dout_BHLD.to(lse_BHL.dtype) * out_BHLD.to(lse_BHL.dtype)).sum(dim=-1)
             dsink_H = -(weight_BHL * delta_BHL).sum(dim=(0, 2)).to(sink_H.dtype)
         return None, None, None, dquery_BHLD.to(query_BHLD.dtype), dkey_BGLD, dvalue_BGLD, dsink_H
+
+
+def _at_once(keys: tuple[int, int], block: Block, rows: int) -> list[tuple[tuple[int, int], Block]]:
+    """A block as blocks of a bounded number of keys, for backward.
+
+    Kernels make gradients and workspace for all their keys, and for grouped queries per query head: tens of kilobytes a key.
+    """
+    first, last = keys
+    if not block.causal or block.window is not None or block.dropout > 0.0:
+        return [(keys, block)]
+    parts = []
+    while last - rows - first > KEYS_AT_ONCE:
+        parts.append(((first, first + KEYS_AT_ONCE), replace(block, causal=False)))
+        first += KEYS_AT_ONCE
+    return [*parts, ((first, last), block)]
 
 
 def _with_dense_rows(tensor_BHLD: Tensor) -> Tensor:

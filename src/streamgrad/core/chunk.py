@@ -9,14 +9,17 @@ Shapes: B batch, H query heads, G key/value heads, T sequence, L chunk, D head s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from streamgrad.core.replay import as_autocast
-from streamgrad.core.sums import zeros_for_sum
+from streamgrad.core.sums import as_sum, zeros_for_sum
+
+
+# Keys before its own that a chunk's backward looks at together; what kernels make for their keys then has a bound.
+KEYS_AT_ONCE = 32_768
 
 
 def spans(length: int, chunk_size: int) -> list[tuple[int, int]]:
@@ -63,23 +66,24 @@ class KeyValueStream:
         key_BGTD, value_BGTD = self.tensors
         return key_BGTD[:, :, first:last], value_BGTD[:, :, first:last]
 
-    def settle(self, start: int, stop: int, pieces: Sequence[KeyGradient]) -> tuple[Tensor, Tensor]:
-        """The complete gradient of keys and values `[start, stop)`, in their dtype, once no later chunk is left.
-
-        `pieces` are what the queries of `[start, stop)` owe to all keys; the share of keys before `start` waits here.
-        """
-        if stop - start == self.length and len(pieces) == 1:
-            _, _, dkey, dvalue = pieces[0]
-            return dkey.to(self.tensors[0].dtype), dvalue.to(self.tensors[1].dtype)
+    def deposit(self, first: int, last: int, dkey_BGSD: Tensor, dvalue_BGSD: Tensor) -> None:
+        """Add what some queries owe to keys and values `[first, last)`; the tensors are the stream's from now on."""
+        terms = dkey_BGSD, dvalue_BGSD
+        if self._gradients is None and last - first == self.length:
+            self._gradients = terms  # the first term of every key is the sum so far
+            return
         if self._gradients is None:
             key, value = self.tensors
             self._gradients = zeros_for_sum(key), zeros_for_sum(value)
-        for first, last, *terms in pieces:
-            for total, term in zip(self._gradients, terms, strict=True):
-                total[:, :, first:last] += term
+        self._gradients = as_sum(self._gradients[0]), as_sum(self._gradients[1])
+        for total, term in zip(self._gradients, terms, strict=True):
+            total[:, :, first:last] += term
+
+    def collect(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """The sums for `[start, stop)` in the dtype of keys and values; complete once no later chunk is left."""
+        assert self._gradients is not None, "nothing was deposited"
         dkey, dvalue = (
-            total[:, :, start:stop].to(tensor.dtype, copy=True)
-            for total, tensor in zip(self._gradients, self.tensors, strict=True)
+            total[:, :, start:stop].to(tensor.dtype) for total, tensor in zip(self._gradients, self.tensors, strict=True)
         )
         return dkey, dvalue
 

@@ -19,6 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from streamgrad.core.chunk import KEYS_AT_ONCE
+
 # Of the memory that is free, for fragments; of a budget that a user names, which is for tensors, for what is not foreseen.
 MARGIN, MARGIN_OF_BUDGET = 0.05, 0.01
 # What the largest moment of a chunk's re-run and backward holds, over what its graph saves: gradients of the same widths.
@@ -107,9 +109,12 @@ def _backward_bytes(step: Step, policy: LayerPolicy, chunk_size: int) -> float:
     if policy.keep == "all":
         return through + tokens * (WIDE_FACTOR - 1.0) * costs.graph
     chunk = step.batch * min(chunk_size, step.sequence)
-    # Keys and values unless kept on the device; the sums of their gradients, in twice the precision; a kernel's terms of these.
+    # Keys and values unless kept on the device, and the sums of their gradients in twice the precision.
     held = policy.keep == "attention" and not policy.on_host
-    keys = ((0 if held else 1) + (1 if chunk == tokens else 3)) * tokens * costs.keys_and_values
+    keys = ((0 if held else 1) + (0 if chunk == tokens else 2)) * tokens * costs.keys_and_values
+    # A kernel's terms of these sums, and its workspace: the same for every query head, before heads of one group are added.
+    at_once = min(tokens, step.batch * (KEYS_AT_ONCE + chunk_size))
+    keys += at_once * (costs.keys_and_values + 2 * costs.attention)
     arriving = 0.0
     if policy.on_host:
         arriving = 2 * chunk * costs.kept(policy) + (tokens * costs.keys_and_values if policy.keep == "attention" else 0.0)

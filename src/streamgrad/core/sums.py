@@ -16,6 +16,11 @@ def zeros_for_sum(tensor: Tensor) -> Tensor:
     return torch.zeros_like(tensor, dtype=accumulator_dtype(tensor.dtype))
 
 
+def as_sum(tensor: Tensor) -> Tensor:
+    """The tensor as a sum to which more terms can be added."""
+    return tensor.to(accumulator_dtype(tensor.dtype))
+
+
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
     """`total += left @ right` in `total`'s dtype: 16-bit products would be rounded once a chunk."""
     if left.dtype != total.dtype and total.is_cuda:
