@@ -116,7 +116,8 @@ def test_rotary_is_put_back_when_a_layer_fails():
             assert names["apply_rotary_pos_emb"] is not stock
             raise ZeroDivisionError
 
-    pytest.raises(ZeroDivisionError, fails)
+    with pytest.raises(ZeroDivisionError):
+        fails()
     assert names["apply_rotary_pos_emb"] is stock
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from streamgrad.core.replay import as_autocast
 from streamgrad.core.sums import as_sum, zeros_for_sum
 
-
 # Keys before its own that a chunk's backward looks at together; what kernels make for their keys then has a bound.
 KEYS_AT_ONCE = 32_768
 
