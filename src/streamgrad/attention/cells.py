@@ -128,20 +128,20 @@ class Runs:
         return Runs(tuple(_joined(pieces)), ends.to(device), max(lengths))
 
     def gather(self, tensor_BHTx: Tensor) -> Tensor:
-        """(H, N, ...): a view where one slice is all there is."""
-        parts = [tensor_BHTx[row, :, first:last] for row, first, last in self.slices]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        """(N, H, ...): a view where one slice is all there is."""
+        parts = [tensor_BHTx[row, :, first:last].transpose(0, 1) for row, first, last in self.slices]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def scatter(self, tensor_HNx: Tensor, batch: int, length: int, *, fill: float = 0.0, into: Tensor | None = None) -> Tensor:
+    def scatter(self, tensor_NHx: Tensor, batch: int, length: int, *, fill: float = 0.0, into: Tensor | None = None) -> Tensor:
         """(B, H, T, ...): the inverse of `gather`, `fill` or what `into` holds elsewhere; a view where there is no elsewhere."""
         if self.slices == ((0, 0, length),) and batch == 1:
-            return tensor_HNx.unsqueeze(0)
+            return tensor_NHx.transpose(0, 1).unsqueeze(0)
         if into is None:
-            heads, _, *rest = tensor_HNx.shape
-            into = tensor_HNx.new_full((batch, heads, length, *rest), fill)
+            # Laid out in memory as (B, T, H, ...), which is how projections consume heads.
+            into = tensor_NHx.new_full((batch, length, *tensor_NHx.shape[1:]), fill).transpose(1, 2)
         done = 0
         for row, first, last in self.slices:
-            into[row, :, first:last] = tensor_HNx[:, done : done + last - first]
+            into[row, :, first:last] = tensor_NHx[done : done + last - first].transpose(0, 1)
             done += last - first
         return into
 

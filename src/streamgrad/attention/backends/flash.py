@@ -24,7 +24,7 @@ class FlashBackend:
     def refusal(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> str | None:
         implementation = flash_implementation()
         if implementation is not None and block.window is not None and _torch_version() < (2, 13):
-            return f"torch before 2.13 calls {implementation} without a sliding window in backward"
+            return f"torch before 2.13 may call {implementation} without a sliding window in backward"
         largest_head = 128 if implementation == "FA4" else 256
         return needs_16_bit_cuda(query_BHLD, value_BGSD, block, largest_head)
 
@@ -81,18 +81,18 @@ def _ragged_forward(query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, bl
     out_BHLD: Tensor | None = None
     lse_BHL: Tensor | None = None
     for ragged in block.cells.ragged(query_BHLD.device):
-        query = _tokens_first(ragged.queries.gather(query_BHLD))
-        key, value = (_tokens_first(ragged.keys.gather(tensor)) for tensor in (key_BGSD, value_BGSD))
+        query = ragged.queries.gather(query_BHLD)
+        key, value = (ragged.keys.gather(tensor) for tensor in (key_BGSD, value_BGSD))
         out_NHD, lse_HN, *_ = aten._flash_attention_forward(
             query, key, value, *_extents(ragged), 0.0, ragged.causal, False, **_options(block, ragged.causal)
         )
-        out_BHLD = ragged.queries.scatter(out_NHD.transpose(0, 1), batch, length, into=out_BHLD)
-        lse_BHL = ragged.queries.scatter(lse_HN, batch, length, fill=float("-inf"), into=lse_BHL)
+        out_BHLD = ragged.queries.scatter(out_NHD, batch, length, into=out_BHLD)
+        lse_BHL = ragged.queries.scatter(lse_HN.mT, batch, length, fill=float("-inf"), into=lse_BHL)
     if out_BHLD is None or lse_BHL is None:
         return Attended(
             torch.zeros_like(query_BHLD), query_BHLD.new_full(query_BHLD.shape[:3], float("-inf"), dtype=torch.float32)
         )
-    return Attended(out_BHLD, lse_BHL)
+    return Attended(out_BHLD, lse_BHL.contiguous())
 
 
 def _ragged_backward(
@@ -105,23 +105,18 @@ def _ragged_backward(
     dquery_BHLD: Tensor | None = None
     pieces: list[KeyGradient] = []
     for ragged in block.cells.ragged(query_BHLD.device):
-        dout, query, out = (_tokens_first(ragged.queries.gather(tensor)) for tensor in (dout_BHLD, query_BHLD, done.out_BHLD))
-        key, value = (_tokens_first(ragged.keys.gather(tensor)) for tensor in (key_BGSD, value_BGSD))
-        lse_HN = ragged.queries.gather(done.lse_BHL).contiguous()
-        gradients = aten._flash_attention_backward(
+        dout, query, out = (ragged.queries.gather(tensor) for tensor in (dout_BHLD, query_BHLD, done.out_BHLD))
+        key, value = (ragged.keys.gather(tensor) for tensor in (key_BGSD, value_BGSD))
+        lse_HN = ragged.queries.gather(done.lse_BHL).mT.contiguous()
+        dquery, dkey, dvalue = aten._flash_attention_backward(
             dout, query, key, value, out, lse_HN, *_extents(ragged), 0.0, ragged.causal, seed, seed[:0],
             **_options(block, ragged.causal),
         )  # fmt: skip
-        dquery, dkey, dvalue = (tensor.transpose(0, 1) for tensor in gradients)
         dquery_BHLD = ragged.queries.scatter(dquery, batch, length, into=dquery_BHLD)
         pieces.append((0, keys, ragged.keys.scatter(dkey, batch, keys), ragged.keys.scatter(dvalue, batch, keys)))
     if dquery_BHLD is None:
         return torch.zeros_like(query_BHLD), [(0, keys, torch.zeros_like(key_BGSD), torch.zeros_like(value_BGSD))]
     return dquery_BHLD, pieces
-
-
-def _tokens_first(tensor_HND: Tensor) -> Tensor:
-    return tensor_HND.transpose(0, 1)
 
 
 def _extents(ragged: Ragged) -> tuple[Tensor, Tensor, int, int]:
