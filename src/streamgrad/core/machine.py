@@ -13,6 +13,8 @@ HOST_SHARE = 0.85
 
 def device_budget_bytes(device: torch.device) -> float:
     """What this process may hold on a CUDA device: what it holds now, and what is free, within its own limit if it has one."""
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     free, total = torch.cuda.mem_get_info(device)
     within_reach = torch.cuda.memory_reserved(device) + free
     fraction = torch.cuda.get_per_process_memory_fraction(device)
