@@ -14,6 +14,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import batches
 import streamgrad
@@ -352,6 +354,33 @@ def test_no_mask_is_made_where_a_kernel_takes_cells(kind, attention, fake_flash,
     monkeypatch.setattr(Cells, "visible", refuse)
     assert_same_step(run_step(model, batch), expected, 1e-5)
     assert parts == [(*span, 2) for span in spans(length, chunk_size)]
+
+
+class Shapes(TorchDispatchMode):
+    """The shapes of everything any operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.made |= {tuple(leaf.shape) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)}
+        return result
+
+
+@pytest.mark.parametrize(("attention", "expected"), [("sdpa", True), ("eager", False), ("flash", False)])
+def test_nothing_of_chunk_times_keys_is_made_for_short_documents(attention, expected, fake_flash):
+    """Neither masks nor scores; and where a mask is taken instead, this way of looking for it finds it."""
+    length, chunk_size = 128, 32
+    model = tiny_model("llama")
+    ids = tokens(2, length)
+    positions = torch.arange(length) % torch.tensor([[9], [13]])
+    streamgrad.enable(model, chunk_size=chunk_size, head_chunk_size=8, keep="input", attention=attention)
+    with Shapes() as shapes:
+        model(input_ids=ids, position_ids=positions, labels=ids, use_cache=False).loss.backward()
+    wide = [shape for shape in shapes.made if len(shape) > 3 and min(shape[-2:]) >= chunk_size]
+    assert bool(wide) is expected, wide
 
 
 # --- which kernel ------------------------------------------------------------------------------------------------------
