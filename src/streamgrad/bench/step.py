@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 import streamgrad
 from streamgrad.bench.records import device_name, median_ms, versions
 from streamgrad.config import StreamConfig
+from streamgrad.core.chunk import KEYS_AT_ONCE
 from streamgrad.models.forwards import InstalledForward
 from streamgrad.models.presets import preset_config, preset_model
 
@@ -140,8 +141,9 @@ def peaks_in(path: Path, *, method: str, model: str, lengths: Sequence[int]) -> 
 
 
 def _policy_of(config: StreamConfig, installed: InstalledForward) -> dict[str, Any]:
-    """The options, and what they came to."""
-    return vars(config) | {"plan": str(installed.stream.planner.latest), "kernel": installed.stream.backends[0].name}
+    """The options, what they came to, and the bound on a kernel's workspace (records of before there was one lack it)."""
+    outcome = {"plan": str(installed.stream.planner.latest), "kernel": installed.stream.backends[0].name}
+    return vars(config) | outcome | {"keys_at_once": KEYS_AT_ONCE}
 
 
 def _step_of(network: Any, ids: torch.Tensor) -> Callable[[], None]:

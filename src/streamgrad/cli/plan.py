@@ -1,0 +1,129 @@
+"""`streamgrad plan`: options and the table; the arithmetic is in `streamgrad.plan`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from streamgrad.config import KEEP_POLICIES, OFFLOAD_PLACES
+from streamgrad.distributed.memory import ENGINES
+from streamgrad.plan import estimate as estimates
+from streamgrad.plan.moments import COMPONENTS
+from streamgrad.plan.picture import draw
+from streamgrad.plan.seconds import Rates
+
+
+def _one_of(choices: tuple[str, ...], text: str) -> Any:
+    return typer.Option(help=f"{text}: {', '.join(choices)}.")
+
+
+_RATES = Rates()
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="A preset (qwen3-8b), a directory with a config.json, or a name on the hub.")],
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of each sequence.")] = None,
+    longest: Annotated[bool, typer.Option("--max", help="Instead of --seq-len: the longest sequence that fits.")] = False,
+    batch: Annotated[int, typer.Option(min=1, help="On each GPU: sequences, pairs (dpo) or completions (grpo).")] = 1,
+    gpu_memory: Annotated[str, typer.Option(help="Of one GPU.")] = "80GiB",
+    host_memory: Annotated[str, typer.Option(help="Of the machine that all GPUs are in.")] = "256GiB",
+    method: Annotated[str, _one_of(estimates.METHODS, "What is trained")] = "full",
+    lora_rank: Annotated[int, typer.Option(min=1, help="With --method lora: adapters on every linear map of the layers.")] = 32,
+    objective: Annotated[str, _one_of(estimates.OBJECTIVES, "The loss")] = "sft",
+    optimizer: Annotated[str, _one_of(estimates.OPTIMIZERS, "Whose state is on the GPU")] = "adamw",
+    engine: Annotated[str, _one_of(ENGINES, "What holds weights and gradients")] = "none",
+    gpus: Annotated[int, typer.Option(min=1, help="With an engine.")] = 1,
+    dtype: Annotated[str, _one_of(estimates.DTYPES, "Of weights and activations")] = "bfloat16",
+    keep: Annotated[str, _one_of(KEEP_POLICIES, "As for streamgrad.enable")] = "auto",
+    offload: Annotated[str, _one_of(OFFLOAD_PLACES, "As for streamgrad.enable")] = "auto",
+    gemm_tflops: Annotated[float, typer.Option(min=1e-3, help="Rate of matrix products.")] = _RATES.gemm / 1e12,
+    attention_tflops: Annotated[tuple[float, float], typer.Option(help="Rates of attention, forward and backward.")] = (
+        _RATES.attention_forward / 1e12,
+        _RATES.attention_backward / 1e12,
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of a table.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Also draw the report into this file.")] = None,
+) -> None:
+    """What a training step will hold and take, before it is run: from the configuration alone, without weights or a GPU.
+
+    Exits with 0 whether the step fits or not, and with 1 for a model that cannot be streamed.
+
+    **Examples**
+
+    `python -m streamgrad plan qwen3-8b --seq-len 65536 --gpu-memory 80GiB --optimizer none`
+
+    `python -m streamgrad plan qwen3-14b --max --method lora --gpu-memory 24GiB --host-memory 128GiB`
+
+    `python -m streamgrad plan ./my-model --seq-len 32768 --engine zero3 --gpus 8 --json`
+    """
+    if longest == (seq_len is not None):
+        raise ValueError("pass either --seq-len with a number of tokens, or --max for the longest sequence that fits.")
+    report = estimates.estimate(
+        model,
+        seq_len,
+        batch=batch,
+        method=method,
+        lora_rank=lora_rank,
+        objective=objective,
+        optimizer=optimizer,
+        engine=engine,
+        gpus=gpus,
+        dtype=dtype,
+        gpu_memory=gpu_memory,
+        host_memory=host_memory,
+        keep=keep,
+        offload=offload,
+        rates=Rates(1e12 * gemm_tflops, 1e12 * attention_tflops[0], 1e12 * attention_tflops[1]),
+    )
+    if out is not None:
+        draw(report, out)
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(), indent=2))
+        return
+    console = Console()
+    console.print(plan_table(report))
+    if report.streamed.plan is not None:
+        console.print(f"Plan: {report.streamed.plan}", soft_wrap=True)
+    for line in report.assumptions:
+        console.print(f"  [dim]- {line}[/dim]", soft_wrap=True)
+    if out is not None:
+        console.print(f"Picture: {out}", soft_wrap=True)
+
+
+def plan_table(report: estimates.Report) -> Table:
+    """A row per component that is there, then totals, time and the longest sequence."""
+    streamed, plain = report.streamed, report.checkpointing
+    many = f", {report.gpus} GPUs with {report.engine}" if report.gpus > 1 else ""
+    table = Table(
+        title=f"{report.model}, {report.method}, {report.objective}, {report.optimizer}{many}: "
+        f"{report.batch} x {report.seq_len:,} tokens, at the worst moment",
+        title_justify="left",
+    )
+    table.add_column("")
+    columns = (streamed.device_bytes, streamed.host_bytes, plain.device_bytes)
+    for name in ("streamgrad, GPU", "streamgrad, host", "checkpointing, GPU"):
+        table.add_column(name, justify="right")
+    for component in COMPONENTS:
+        counts = [column.get(component, 0.0) for column in columns]
+        if any(counts):
+            table.add_row(component, *(_gib(count) for count in counts))
+    table.add_section()
+    table.add_row("in all", *(_gib(sum(column.values())) for column in columns), style="bold")
+    table.add_row("worst moment", streamed.moment, "", plain.moment)
+    table.add_row(f"fits {_gib(report.gpu_memory)}", _yes(streamed.fits), "", _yes(plain.fits))
+    table.add_row("longest sequence", f"{streamed.longest_tokens:,}", "", f"{plain.longest_tokens:,}")
+    table.add_row("step, at least", f"{streamed.seconds.total:,.1f} s", "", f"{plain.seconds.total:,.1f} s")
+    return table
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:,.2f} GiB" if count else "-"
+
+
+def _yes(fits: bool) -> str:
+    return "yes" if fits else "no"

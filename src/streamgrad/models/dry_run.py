@@ -1,0 +1,381 @@
+"""What one decoder layer holds and computes a token, from its configuration alone: the layer's own code, run without any data.
+
+The model is built on the meta device, and one layer of it is run forward and backward on fake tensors, which have shapes and no
+storage. Attention and the fused kernels are stood in for by functions that make tensors of the right shapes, as the kernels on a
+GPU do; everything else, adapters included, is the code that will run. Every tensor whose number of elements is a multiple of the
+number of tokens belongs to the chunk; that number is a prime which divides no width, so that weights and their gradients do not.
+
+Shapes: B batch, H query heads, G key/value heads, L tokens, S keys, D head size, E model width, N rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, masking_utils
+
+from streamgrad.config import StreamConfig
+from streamgrad.core import fused
+from streamgrad.core.chunk import Attended, Chunk, KeyValueStream
+from streamgrad.core.policy import LayerCosts
+from streamgrad.core.shadows import trainable_parameters
+from streamgrad.core.sums import accumulator_dtype
+from streamgrad.models.decoder import DecoderStream, decoder_forward
+from streamgrad.models.forwards import InstalledForward
+from streamgrad.models.presets import with_layers
+from streamgrad.models.support import decoder_layers, find_decoder, sliding_window
+
+# A prime that divides no width of any model.
+TOKENS = 521
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """Of one layer: bytes and FLOPs a token. Attention's own FLOPs, which depend on the length, are not among them."""
+
+    costs: LayerCosts
+    widest: float  # bytes at the largest moment of a chunk's re-run and backward, beside its input and output gradient
+    at_attention: float  # bytes when attention's backward has made the queries' gradient
+    forward_flops: float
+    backward_flops: float
+    projection_flops: float  # of the part of forward that makes queries, keys and values
+    query_bytes: float
+    query_heads: int
+    key_heads: int
+    head_size: int
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model as far as memory and time are concerned; numbers of parameters, adapters included."""
+
+    layers: int
+    full_attention_layers: int  # the others have a window
+    window: int | None
+    width: int
+    vocabulary: int
+    itemsize: int
+    layer_parameters: int
+    layer_trainable: int
+    outside_parameters: int
+    outside_trainable: int
+    head_parameters: int
+    head_trainable: int
+    tied: bool
+    profile: LayerProfile  # with fused parts
+    eager: LayerProfile  # as transformers runs it
+
+
+def model_shape(config: PretrainedConfig, *, dtype: torch.dtype = torch.bfloat16, lora_rank: int | None = None) -> ModelShape:
+    """Of the causal language model that transformers builds from `config`. Costs are those of its first layer."""
+    text = config.get_text_config(decoder=True)
+    whole = meta_model(config, dtype=dtype)
+    find_decoder(whole)  # refuses what cannot be streamed
+    inside = sum(parameter.numel() for layer in decoder_layers(whole.get_decoder()) for parameter in layer.parameters())
+    total, layers = sum(parameter.numel() for parameter in whole.parameters()), text.num_hidden_layers
+    head = whole.get_output_embeddings()
+    if head is None:
+        raise ValueError(f"{type(whole).__name__} has no language-modelling head, and a training step needs one.")
+    first = meta_model(with_layers(config, 1), dtype=dtype, lora_rank=lora_rank)
+    adapters = sum(parameter.numel() for parameter in first.parameters() if parameter.requires_grad) if lora_rank else 0
+    kinds = getattr(text, "layer_types", None)
+    window = sliding_window(config)
+    full = layers if window is None else 0 if kinds is None else kinds.count("full_attention")
+    head_parameters = sum(parameter.numel() for parameter in head.parameters())
+    return ModelShape(
+        layers=layers,
+        full_attention_layers=full,
+        window=window,
+        width=text.hidden_size,
+        vocabulary=text.vocab_size,
+        itemsize=dtype.itemsize,
+        layer_parameters=inside // layers + adapters,
+        layer_trainable=adapters or inside // layers,
+        outside_parameters=total - inside,
+        outside_trainable=0 if lora_rank else total - inside,
+        head_parameters=head_parameters,
+        head_trainable=0 if lora_rank else head_parameters,
+        tied=head.weight is whole.get_input_embeddings().weight,
+        profile=profile_layer(first, fused_parts=dtype.itemsize == 2),
+        eager=profile_layer(first, fused_parts=False),
+    )
+
+
+def meta_model(config: PretrainedConfig, *, dtype: torch.dtype, lora_rank: int | None = None) -> PreTrainedModel:
+    """The model without values; with a rank, frozen but for adapters on every linear map of its layers."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config)).train()  # it keeps, and may change, what it is given
+    finally:
+        torch.set_default_dtype(previous)
+    if lora_rank is not None:
+        try:
+            peft = importlib.import_module("peft")
+        except ModuleNotFoundError as error:
+            raise ValueError("method='lora' needs peft, whose adapters are measured. Run: pip install peft") from error
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of PEFT's, about its own patterns for experts
+            model.add_adapter(peft.LoraConfig(r=lora_rank, lora_alpha=lora_rank, target_modules="all-linear"))
+    return model
+
+
+def profile_layer(model: PreTrainedModel, *, fused_parts: bool) -> LayerProfile:
+    """Of the first layer of a model on the meta device, which stays as it is.
+
+    `fused_parts` says whether norms, rotary embeddings and activations run as single kernels, as they do on a GPU in 16 bits.
+    """
+    decoder = find_decoder(model)
+    stream = DecoderStream(StreamConfig(compile="on" if fused_parts else "off"))
+    recorder = _Recorder()
+    stream.backends, stream.planner = [recorder.attention], recorder  # type: ignore[assignment]
+    installed = InstalledForward(decoder, decoder_forward, stream)
+    with FakeTensorMode(), _with_fake_parameters(decoder), _shapes_for_kernels(), _no_packing():
+        installed.install()
+        try:
+            decoder(input_ids=torch.zeros(1, TOKENS, dtype=torch.long))
+        except _Finished:
+            pass
+        finally:
+            installed.remove()
+    assert recorder.profile is not None, "the decoder never planned its layers"
+    return recorder.profile
+
+
+class _Finished(Exception):
+    """Raised when the first layer has been profiled: nothing after it is of interest."""
+
+
+class _Recorder:
+    """Stands as the decoder's planner, which is handed the first layer, ready to run."""
+
+    def __init__(self) -> None:
+        self.profile: LayerProfile | None = None
+        self.live = _LiveBytes()
+        self.attention = _ShapesOfAttention(self.live)
+
+    def chunk_size(self, batch: int, sequence: int) -> int:
+        return sequence
+
+    def plan(self, decoder: Any, layers: list[nn.Module], h_BLE: Tensor, run: Callable[..., Tensor], mask: object, backends: list,
+             *others: Any) -> None:  # fmt: skip
+        layer = layers[0]
+        h_BLE = torch.empty_like(h_BLE).requires_grad_()
+        dout_BLE = torch.empty_like(h_BLE)
+        chunk = Chunk(0, TOKENS, KeyValueStream(TOKENS), mask, backends)
+        saved = _SavedBytes(h_BLE)
+        with self.live, torch.enable_grad():
+            with _flop_counter() as forward, saved:
+                self.attention.flops = forward
+                out_BLE = run(h_BLE, chunk)
+            chunk.check_finished()
+            key_BGLD, value_BGLD = chunk.own_key, chunk.own_value
+            assert key_BGLD is not None and value_BGLD is not None
+            keys_and_values = key_BGLD.nbytes + value_BGLD.nbytes
+            del key_BGLD, value_BGLD
+            chunk.release()
+            with _flop_counter() as backward:
+                torch.autograd.backward(out_BLE, dout_BLE)
+        attention = self.attention
+        parameters = trainable_parameters(layer)
+        width = max(h_BLE.nbytes, out_BLE.nbytes)
+        costs = LayerCosts(
+            input=width / TOKENS,
+            keys_and_values=keys_and_values / TOKENS,
+            attention=attention.out_bytes / TOKENS,
+            graph=(width + keys_and_values + saved.total_bytes) / TOKENS,
+            gradients=sum(parameter.nbytes for parameter in parameters),
+            gradient_sums=sum(p.numel() * accumulator_dtype(p.dtype).itemsize for p in parameters),
+        )
+        self.profile = LayerProfile(
+            costs=costs,
+            widest=self.live.peak_bytes / TOKENS,
+            at_attention=attention.bytes_at_backward / TOKENS,
+            forward_flops=forward.get_total_flops() / TOKENS,
+            backward_flops=backward.get_total_flops() / TOKENS,
+            projection_flops=attention.flops_before / TOKENS,
+            query_bytes=attention.query_bytes / TOKENS,
+            query_heads=attention.query_heads,
+            key_heads=attention.key_heads,
+            head_size=attention.head_size,
+        )
+        raise _Finished
+
+
+def _flop_counter() -> FlopCounterMode:
+    """Of matrix products, those of all experts at once among them, which torch's counter leaves out."""
+    grouped = {torch.ops.aten._grouped_mm: lambda left, right, *args, out_shape=None, **kw: 2 * left[0] * left[1] * right[-1]}
+    return FlopCounterMode(display=False, custom_mapping=grouped)
+
+
+class _ShapesOfAttention:
+    """An attention kernel of which only the shapes are there."""
+
+    name = "shapes"
+
+    def __init__(self, live: _LiveBytes) -> None:
+        self.live = live
+        self.flops: FlopCounterMode | None = None
+        self.flops_before = self.out_bytes = self.query_bytes = self.bytes_at_backward = 0
+        self.query_heads = self.key_heads = self.head_size = 0
+
+    def refusal(self, *operands: Any) -> None:
+        return None
+
+    def forward(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Any) -> Attended:
+        assert self.flops is not None
+        self.flops_before, self.query_bytes = self.flops.get_total_flops(), query_BHLD.nbytes
+        self.query_heads, self.key_heads, self.head_size = query_BHLD.shape[1], key_BGSD.shape[1], query_BHLD.shape[3]
+        # Laid out as the queries are. Where these have the heads of a token together, what follows needs no copy.
+        same = value_BGSD.shape[3] == query_BHLD.shape[3]
+        out_BHLD = torch.empty_like(query_BHLD) if same else query_BHLD.new_empty(*query_BHLD.shape[:3], value_BGSD.shape[3])
+        lse_BHL = query_BHLD.new_empty(query_BHLD.shape[:3], dtype=accumulator_dtype(query_BHLD.dtype))
+        self.out_bytes = out_BHLD.nbytes + lse_BHL.nbytes
+        return Attended(out_BHLD, lse_BHL)
+
+    def backward(
+        self, dout_BHLD: Tensor, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, done: Attended, block: Any
+    ) -> tuple[Tensor, list]:
+        dquery_BHLD = torch.empty_like(query_BHLD)
+        self.bytes_at_backward = self.live.live_bytes
+        return dquery_BHLD, [(0, key_BGSD.shape[2], torch.empty_like(key_BGSD), torch.empty_like(value_BGSD))]
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Bytes of the chunk's tensors that are alive, and the most there ever were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = self.peak_bytes = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        before = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in before | self._known:
+                self._meet(leaf)
+        return result
+
+    def _meet(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if (storage.nbytes() // tensor.element_size()) % TOKENS:
+            return
+        size, key = storage.nbytes(), storage._cdata
+        self._known.add(key)
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._die, key, size)
+
+    def _die(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live_bytes -= size
+
+
+class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Bytes that a graph saves of the chunk beside the layer's input, each storage once; a slice counts as its own size.
+
+    This is how `core.probe.measured_costs` counts on a device; here tensors have no addresses to tell them apart by.
+    """
+
+    def __init__(self, h_BLE: Tensor) -> None:
+        own = h_BLE.untyped_storage()._cdata
+        sizes: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata != own and tensor.numel() % TOKENS == 0:
+                sizes[storage._cdata] = max(sizes.get(storage._cdata, 0), min(storage.nbytes(), tensor.nbytes))
+            return tensor
+
+        super().__init__(note, lambda tensor: tensor)
+        self._sizes = sizes
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self._sizes.values())
+
+
+class _ShapesOfKernels:
+    """What `core.kernels` computes, without computing it."""
+
+    @staticmethod
+    def norm_forward(x_NE: Tensor, weight_E: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+        return x_NE.new_empty(x_NE.shape), x_NE.new_empty(len(x_NE), 1, dtype=accumulator_dtype(x_NE.dtype))
+
+    @staticmethod
+    def norm_backward(
+        dout_NE: Tensor, x_NE: Tensor, inverse_N1: Tensor, weight_E: Tensor, offset: float
+    ) -> tuple[Tensor, Tensor]:
+        return x_NE.new_empty(x_NE.shape), weight_E.new_empty(weight_E.shape, dtype=inverse_N1.dtype)
+
+    @staticmethod
+    def gated_forward(gate_NE: Tensor, up_NE: Tensor, activation: str) -> Tensor:
+        return gate_NE.new_empty(gate_NE.shape)
+
+    @staticmethod
+    def gated_backward(dout_NE: Tensor, gate_NE: Tensor, up_NE: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+        return gate_NE.new_empty(gate_NE.shape), up_NE.new_empty(up_NE.shape)
+
+    @staticmethod
+    def rotate(x_BHLD: Tensor, cos_BLD: Tensor, sin_BLD: Tensor, *, back: bool) -> Tensor:
+        return x_BHLD.transpose(1, 2).new_empty(x_BHLD.transpose(1, 2).shape).transpose(1, 2)
+
+
+@contextmanager
+def _shapes_for_kernels() -> Iterator[None]:
+    """Within the block, fused parts make no more tensors than their kernels do."""
+    stock = fused._code_for
+    fused._code_for = lambda tensor: _ShapesOfKernels
+    try:
+        yield
+    finally:
+        fused._code_for = stock
+
+
+@contextmanager
+def _no_packing() -> Iterator[None]:
+    """Within the block, transformers does not look into position ids for packed documents: fake ones have no values."""
+    stock = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = stock
+
+
+@contextmanager
+def _with_fake_parameters(decoder: nn.Module) -> Iterator[None]:
+    """Within the block, the decoder's tensors (of its layers, those of the first) are fake ones instead of meta ones."""
+    rest = {id(module) for layer in decoder_layers(decoder)[1:] for module in layer.modules()}
+    entries: list[tuple[dict[str, Any], str, Tensor]] = [
+        (tensors, name, tensor)
+        for module in decoder.modules()
+        if id(module) not in rest
+        for tensors in (module._parameters, module._buffers)
+        for name, tensor in tensors.items()
+        if tensor is not None
+    ]
+    try:
+        for tensors, name, tensor in entries:
+            fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            tensors[name] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
+        yield
+    finally:
+        for tensors, name, tensor in entries:
+            tensors[name] = tensor

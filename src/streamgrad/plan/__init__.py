@@ -1,0 +1,1 @@
+"""What a training step will hold and take, from a model's configuration alone."""

@@ -1,0 +1,289 @@
+"""`estimate`: what a step will hold, by component, on device and host; what it will take; and the longest that fits.
+
+Nothing is allocated and no device is needed: the layer's costs come from a run on tensors without storage (`models.dry_run`), the
+plan from the planner that will make it when the step runs (`core.policy`), the bytes of its moments from `moments`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from streamgrad.config import KEEP_POLICIES, OFFLOAD_PLACES, parse_bytes
+from streamgrad.core.machine import HOST_SHARE
+from streamgrad.core.policy import MARGIN, SMALL_CHUNKS, Plan, Step, choose_plan, equal_chunks
+from streamgrad.distributed.memory import ENGINES, longest_sequence, rank_bytes
+from streamgrad.head.rows import FREE_SHARE, SHORTEST_CHUNK, choose_head_chunk
+from streamgrad.models.dry_run import ModelShape, model_shape
+from streamgrad.models.presets import config_of
+from streamgrad.plan.moments import Moment, Parts, Workload, checkpointing_moments, host_parts, streamed_moments
+from streamgrad.plan.seconds import Rates, Seconds, checkpointing_seconds, streamed_seconds
+
+METHODS = ("full", "lora")
+OBJECTIVES = ("sft", "dpo", "grpo")
+OPTIMIZERS = ("adamw", "adamw8bit", "sgd", "none")
+DTYPES = ("bfloat16", "float16", "float32")
+LONGEST = 1 << 24
+
+_DEEPSPEED = ("zero1", "zero2", "zero3")
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """One way to compute the step: bytes by component at its worst moment, and its time."""
+
+    name: str
+    device_bytes: Parts
+    host_bytes: Parts
+    moment: str
+    fits: bool
+    seconds: Seconds
+    longest_tokens: int
+    plan: Plan | None = None
+
+    @property
+    def peak_bytes(self) -> float:
+        return sum(self.device_bytes.values())
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `estimate` returns. `batch` and `seq_len` are those of one rank; so are all bytes."""
+
+    model: str
+    method: str
+    objective: str
+    optimizer: str
+    engine: str
+    gpus: int
+    batch: int
+    seq_len: int
+    gpu_memory: int
+    host_memory: int
+    streamed: Outlook
+    checkpointing: Outlook
+    assumptions: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, with totals and the plan in words."""
+        row = dataclasses.asdict(self)
+        for name in ("streamed", "checkpointing"):
+            outlook: Outlook = getattr(self, name)
+            row[name]["plan"] = None if outlook.plan is None else str(outlook.plan)
+            row[name] |= {"peak_bytes": outlook.peak_bytes, "seconds": vars(outlook.seconds) | {"total": outlook.seconds.total}}
+        return row
+
+
+def estimate(
+    model: Any,
+    seq_len: int | None = None,
+    *,
+    batch: int = 1,
+    method: str = "full",
+    lora_rank: int = 32,
+    objective: str = "sft",
+    optimizer: str = "adamw",
+    engine: str = "none",
+    gpus: int = 1,
+    dtype: str = "bfloat16",
+    gpu_memory: int | str = "80GiB",
+    host_memory: int | str = "256GiB",
+    keep: str = "auto",
+    offload: str = "auto",
+    rates: Rates | None = None,
+) -> Report:
+    """What one training step of a model will hold and take, streamed and with plain gradient checkpointing.
+
+    ```python
+    report = streamgrad.estimate("qwen3-8b", 65_536, gpu_memory="80GiB")
+    report.streamed.peak_bytes, report.streamed.longest_tokens, report.streamed.device_bytes["kept inputs"]
+    ```
+
+    Args:
+        model: a preset's name, a directory with a `config.json`, a name on the hub, a configuration, or a model (its
+            configuration is read, not its weights or adapters).
+        seq_len: tokens of each sequence; by default the most that fit when streamed.
+        batch: pairs for DPO, completions for GRPO, sequences for SFT; on each rank.
+        method: "full", or "lora" with adapters of rank `lora_rank` on every linear map of the layers.
+        gpu_memory, host_memory: of one GPU, and of the machine that all `gpus` are in.
+        keep, offload: as for `StreamConfig`.
+    """
+    for name, value, choices in (
+        ("method", method, METHODS),
+        ("objective", objective, OBJECTIVES),
+        ("optimizer", optimizer, OPTIMIZERS),
+        ("engine", engine, ENGINES),
+        ("dtype", dtype, DTYPES),
+        ("keep", keep, KEEP_POLICIES),
+        ("offload", offload, OFFLOAD_PLACES),
+    ):
+        if value not in choices:
+            raise ValueError(f"{name}={value!r} is not a choice. Pass one of {', '.join(map(repr, choices))}.")
+    for name, number in (("seq_len", seq_len), ("batch", batch), ("gpus", gpus), ("lora_rank", lora_rank)):
+        if number is not None and number < 1:
+            raise ValueError(f"{name}={number} will not do: it counts something. Pass at least 1.")
+    if (engine == "none") != (gpus == 1):
+        raise ValueError(
+            f"engine={engine!r} with gpus={gpus}: several GPUs need an engine, and one needs none. Pass engine='none' with "
+            f"gpus=1, or one of {', '.join(ENGINES[1:])} with gpus of at least 2."
+        )
+    shape = model_shape(config_of(model), dtype=getattr(torch, dtype), lora_rank=lora_rank if method == "lora" else None)
+    rows = 2 * batch if objective == "dpo" else batch
+    resident, share = _resident(shape, engine, gpus, optimizer, reference=objective == "dpo" and method == "full")
+    gpu_bytes, host_bytes = parse_bytes(gpu_memory), parse_bytes(host_memory)
+    card = _Card((1.0 - MARGIN) * gpu_bytes, HOST_SHARE * host_bytes / gpus, keep, offload)
+    load = Workload(shape, rows, seq_len or 1, resident, share)
+    longest = _longest(load, card, lambda longer: card.streamed(longer, smallest=True)[1])
+    plainly = _longest(load, card, lambda longer: _worst(checkpointing_moments(longer)))
+    load = replace(load, sequence=seq_len or max(longest, 1))
+    reference = objective == "dpo"
+    products = (3 if shape.head_trainable else 2) + (objective != "sft")  # log-probabilities make their logits again in backward
+    rates = rates or Rates()
+    plan, moment = card.streamed(load)
+    streamed = Outlook(
+        name="streamgrad",
+        device_bytes=moment.parts,
+        host_bytes=host_parts(load, plan.policies),
+        moment=moment.name,
+        fits=moment.total_bytes <= card.device_bytes and plan.host_bytes <= card.host_bytes,
+        seconds=streamed_seconds(load, plan.policies, rates, head_products=products, reference=reference),
+        longest_tokens=longest,
+        plan=replace(plan, peak_bytes=moment.total_bytes),
+    )
+    moment = _worst(checkpointing_moments(load))
+    checkpointing = Outlook(
+        name="gradient checkpointing",
+        device_bytes=moment.parts,
+        host_bytes={},
+        moment=moment.name,
+        fits=moment.total_bytes <= card.device_bytes,
+        seconds=checkpointing_seconds(load, rates, head_products=3 if shape.head_trainable else 2, reference=reference),
+        longest_tokens=plainly,
+    )
+    return Report(
+        model=model if isinstance(model, str) else type(model).__name__,
+        method=f"lora of rank {lora_rank}" if method == "lora" else method,
+        objective=objective,
+        optimizer=optimizer,
+        engine=engine,
+        gpus=gpus,
+        batch=batch,
+        seq_len=load.sequence,
+        gpu_memory=gpu_bytes,
+        host_memory=host_bytes,
+        streamed=streamed,
+        checkpointing=checkpointing,
+        assumptions=tuple(_assumptions(dtype, method, objective, optimizer, engine, rates)),
+    )
+
+
+@dataclass(frozen=True)
+class _Card:
+    """The memory that a step may use, and the options that plans are made with."""
+
+    device_bytes: float
+    host_bytes: float
+    keep: str
+    offload: str
+
+    def streamed(self, load: Workload, *, smallest: bool = False) -> tuple[Plan, Moment]:
+        """The plan that the planner makes within this memory, or the smallest there is, and its worst moment."""
+        shape = load.shape
+        step = Step(
+            costs=replace(shape.profile.costs, gradients=load.gradient_share * shape.profile.costs.gradients),
+            layers=shape.layers,
+            batch=load.rows,
+            sequence=load.sequence,
+            # The planner counts what is allocated when the first layer is called: its input is.
+            resident_bytes=sum(load.always.values()) + load.tokens * shape.profile.costs.input,
+            other_gradient_bytes=load.gradient_share * shape.itemsize * shape.outside_trainable,
+            head_bytes=self._held_by_head(load),
+        )
+        plan, _ = choose_plan(
+            step,
+            keep=self.keep,
+            offload=self.offload,
+            chunk_size=equal_chunks(load.rows, load.sequence, SMALL_CHUNKS[-1]) if smallest else None,
+            budget_bytes=0.0 if smallest else self.device_bytes,
+            host_budget_bytes=self.host_bytes,
+        )
+        return plan, _worst(streamed_moments(load, plan.policies, plan.chunk_size, self._head_rows(load, plan)))
+
+    def _held_by_head(self, load: Workload) -> float:
+        """As a model with a streamed head announces it to the planner (`models.causal_lm`)."""
+        shape = load.shape
+        logits = min(load.tokens, SHORTEST_CHUNK) * shape.vocabulary * 2 * shape.itemsize
+        return 3 * load.tokens * shape.width * shape.itemsize + shape.head_trainable * (4 + shape.itemsize) + logits
+
+    def _head_rows(self, load: Workload, plan: Plan) -> int:
+        """The head's chunk: an eighth of what is free when it starts."""
+        shape = load.shape
+        kept = sum(load.tokens * shape.profile.costs.kept(policy) for policy in plan.policies if not policy.on_host)
+        used = sum(load.always.values()) + kept + 3 * load.tokens * shape.profile.costs.input
+        free = int(max(0.0, self.device_bytes - used)) // FREE_SHARE
+        rows = choose_head_chunk(load.tokens, shape.vocabulary, shape.itemsize, torch.device("cpu"), free)
+        return min(rows, load.tokens)
+
+
+def _longest(load: Workload, card: _Card, worst: Callable[[Workload], Moment]) -> int:
+    return longest_sequence(
+        lambda tokens: worst(replace(load, sequence=tokens)).total_bytes, card.device_bytes, step=128, limit=LONGEST
+    )
+
+
+def _worst(moments: list[Moment]) -> Moment:
+    return max(moments, key=lambda moment: moment.total_bytes)
+
+
+def _resident(shape: ModelShape, engine: str, gpus: int, optimizer: str, *, reference: bool) -> tuple[Parts, float]:
+    """What stays on one rank for the whole step, and the part of each gradient that stays."""
+    parameters = shape.layers * shape.layer_parameters + shape.outside_parameters
+    # FSDP2 gathers what is outside of the layers as one unit, DeepSpeed one module of it after the other.
+    outside = shape.outside_parameters if engine == "fsdp2" else shape.head_parameters
+    count = rank_bytes(
+        engine,
+        parameters=parameters,
+        trainable=shape.layers * shape.layer_trainable + shape.outside_trainable,
+        unit=max(shape.layer_parameters, outside),
+        ranks=gpus,
+        parameter_size=shape.itemsize,
+        gradient_size=shape.itemsize,
+        optimizer_size=_optimizer_size(optimizer, shape.itemsize, engine),
+    )
+    weights = count.parameters + (parameters * shape.itemsize if reference else 0.0)
+    share = 1.0 / gpus if engine in ("zero2", "zero3", "fsdp2") else 1.0
+    return {"weights": weights, "optimizer state": count.optimizer, "other": count.working}, share
+
+
+def _optimizer_size(optimizer: str, itemsize: int, engine: str) -> int:
+    """Bytes per trainable parameter. torch's AdamW keeps its two moments in the weights' dtype, DeepSpeed in fp32 with a copy."""
+    if optimizer == "none":
+        return 0
+    copied = 4 if engine in _DEEPSPEED and itemsize == 2 else 0
+    return copied + {"adamw": 2 * (4 if copied else itemsize), "adamw8bit": 2, "sgd": 0}[optimizer]
+
+
+def _assumptions(dtype: str, method: str, objective: str, optimizer: str, engine: str, rates: Rates) -> list[str]:
+    """In words: what the numbers depend on and a user may have otherwise."""
+    said = [
+        f"weights and gradients in {dtype}; gradients are set to None between steps",
+        f"{100 * MARGIN:.0f}% of the GPU is left for fragments, {100 - 100 * HOST_SHARE:.0f}% of the host for other programs",
+        f"time is FLOPs over rates: products {rates.gemm / 1e12:.0f}, attention forward {rates.attention_forward / 1e12:.0f} and "
+        f"backward {rates.attention_backward / 1e12:.0f} TFLOP/s; elementwise work, copies and communication are not counted",
+        "checkpointing is transformers' own, with SDPA, eager norms and a loss on full logits",
+    ]
+    if optimizer == "adamw":
+        fp32 = engine in _DEEPSPEED and dtype != "float32"
+        said.append("AdamW's moments and a copy of the weights in fp32, as DeepSpeed keeps them" if fp32
+                    else f"AdamW's moments in {dtype}, as torch keeps them")  # fmt: skip
+    if objective == "dpo":
+        said.append("a batch of pairs is one pass of twice as many sequences, of `seq_len` tokens each; " + (
+            "the reference is a second, frozen model on the same GPU, whole" if method == "full"
+            else "the reference is the model without its adapters"))  # fmt: skip
+    if objective == "grpo":
+        said.append("the update alone, without a reference (TRL's beta=0); generating completions is not counted")
+    return said

@@ -1,0 +1,78 @@
+"""How long a step takes: FLOPs over rates, and nothing else.
+
+Elementwise kernels, copies to and from the host (which hide behind computation at long sequences), launches and communication
+between ranks are not counted, so a real step is longer: by 1 to 10 per cent for the long steps in benchmarks/results.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from streamgrad.core.policy import LayerPolicy
+from streamgrad.models.dry_run import LayerProfile
+from streamgrad.plan.moments import Workload
+
+
+@dataclass(frozen=True)
+class Rates:
+    """FLOPs a second, as measured on one H200 in bfloat16 (head size 128, 16 to 32 thousand keys)."""
+
+    gemm: float = 787e12
+    attention_forward: float = 600e12
+    attention_backward: float = 520e12
+
+
+@dataclass(frozen=True)
+class Seconds:
+    attention: float
+    layers: float  # all other matrix products of the layers
+    head: float
+    reference: float = 0.0  # a frozen model's pass over the same tokens
+
+    @property
+    def total(self) -> float:
+        return self.attention + self.layers + self.head + self.reference
+
+
+def streamed_seconds(
+    load: Workload, policies: Sequence[LayerPolicy], rates: Rates, *, head_products: int, reference: bool
+) -> Seconds:
+    """Of a streamed step: layers run forward again unless all is kept, attention only where it is not kept."""
+    profile, again, attention_again = load.shape.profile, 0.0, 0
+    for keep, count in Counter(policy.keep for policy in policies).items():
+        if keep != "all":
+            # Keys of the whole sequence come first, where they are not kept.
+            again += count * (profile.forward_flops + (profile.projection_flops if keep == "input" else 0.0))
+        attention_again += count if keep == "input" else 0
+    return _seconds(load, profile, again, attention_again / load.shape.layers, rates, head_products, reference)
+
+
+def checkpointing_seconds(load: Workload, rates: Rates, *, head_products: int, reference: bool) -> Seconds:
+    """Of a step with gradient checkpointing: everything in the layers runs forward twice."""
+    again = load.shape.layers * load.shape.eager.forward_flops
+    return _seconds(load, load.shape.eager, again, 1.0, rates, head_products, reference)
+
+
+def _seconds(
+    load: Workload, profile: LayerProfile, again: float, attention_again: float, rates: Rates, head_products: int, reference: bool
+) -> Seconds:
+    shape, tokens = load.shape, load.tokens
+    once = shape.layers * profile.forward_flops
+    flops = tokens * (once + again + shape.layers * profile.backward_flops)
+    # Two products forward and five backward for each pair of a query and a key that it sees, in every head.
+    pair = 2 * profile.query_heads * profile.head_size * load.rows * _pairs(load)
+    forward_s, backward_s = 2 * pair / rates.attention_forward, 5 * pair / rates.attention_backward
+    product_s = 2 * tokens * shape.head_parameters / rates.gemm
+    reference_s = tokens * once / rates.gemm + forward_s + product_s if reference else 0.0
+    attention_s = (1.0 + attention_again) * forward_s + backward_s
+    return Seconds(attention_s, flops / rates.gemm, head_products * product_s, reference_s)
+
+
+def _pairs(load: Workload) -> float:
+    """Visible pairs of one sequence, summed over the layers."""
+    shape, length = load.shape, load.sequence
+    window = min(shape.window or length, length)
+    windowed = window * length - window * window / 2
+    return shape.full_attention_layers * length * length / 2 + (shape.layers - shape.full_attention_layers) * windowed
