@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
@@ -44,7 +43,6 @@ def test_four_ranks(subtests):
     check_cases(subtests, [Case("ddp", "tied"), Case("fsdp2", chunks=16), Case("zero2", "lora")], world_size=4)
 
 
-@pytest.mark.xfail(strict=True, reason="FSDP2 copies dataclasses among a layer's arguments, and CausalMask._parts forbids it")
 def test_fsdp2_in_bf16():
     """With FSDP2's mixed precision, the distance from fp32 training is at most that of checkpointing under the same policy."""
     options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}

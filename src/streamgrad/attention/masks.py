@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -36,9 +36,10 @@ class Part:
     masked: bool = False
 
 
-@dataclass(frozen=True, eq=False)
 class CausalMask:
     """`visible(b, q, k) = k <= q and rule(b, 0, q, k) and padding_BT[b, k]`.
+
+    Not a dataclass: FSDP2's mixed precision copies those among a layer's arguments, and each layer would work its parts out anew.
 
     Args:
         rule: index function over broadcast index tensors, or None for no rule beyond causality.
@@ -49,13 +50,18 @@ class CausalMask:
         batch: rows of the batch that the rule is asked about; it may treat them differently.
     """
 
-    rule: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
-    padding_BT: Tensor | None = None
-    window: int | None = None
-    documents_BT: Tensor | None = None
-    has_other_rule: bool = False
-    batch: int = 1
-    _parts: dict[tuple[int, int, int], Part] = field(default_factory=dict, init=False, repr=False)
+    def __init__(
+        self,
+        rule: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
+        padding_BT: Tensor | None = None,
+        window: int | None = None,
+        documents_BT: Tensor | None = None,
+        has_other_rule: bool = False,
+        batch: int = 1,
+    ) -> None:
+        self.rule, self.padding_BT, self.window, self.documents_BT = rule, padding_BT, window, documents_BT
+        self.has_other_rule, self.batch = has_other_rule, batch
+        self._parts: dict[tuple[int, int, int], Part] = {}
 
     def part(self, start: int, stop: int, batch: int) -> Part:
         """What the queries `[start, stop)` of `batch` rows see; worked out once for all layers that share the mask."""
