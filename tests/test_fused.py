@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -119,6 +121,56 @@ def test_rotary_is_put_back_when_a_layer_fails():
     with pytest.raises(ZeroDivisionError):
         fails()
     assert names["apply_rotary_pos_emb"] is stock
+
+
+def test_what_is_replaced_after_a_step_is_seen(monkeypatch):
+    """Recognition is of functions, not of classes: another library may put its own in place at any time."""
+    layer = tiny_model("llama").get_decoder().layers[0]
+    names = type(layer.self_attn).forward.__globals__
+    assert len(Fusion(layer.modules(), mode="on")._forwards) == 3
+    monkeypatch.setattr(type(layer.input_layernorm), "forward", lambda self, x: x)
+    assert [module for module, _ in Fusion(layer.modules(), mode="on")._forwards] == [layer.mlp]
+    monkeypatch.setitem(names, "rotate_half", lambda x: x)
+    assert not Fusion(layer.modules(), mode="on")._rotary_globals
+
+
+def test_an_activation_of_ones_own_and_angles_with_a_gradient_run_as_they_are():
+    class Own(nn.GELU):
+        def forward(self, x):
+            return 2 * x
+
+    layer = tiny_model("llama").get_decoder().layers[0]
+    layer.mlp.act_fn = Own()
+    assert layer.mlp not in [module for module, _ in Fusion(layer.modules(), mode="on")._forwards]
+    names = type(layer.self_attn).forward.__globals__
+    x, cos, sin = leaf(1, 2, 5, 8), leaf(1, 5, 8), leaf(1, 5, 8)
+    with Fusion(layer.modules(), mode="on").installed():
+        names["apply_rotary_pos_emb"](x, x, cos, sin)[0].sum().backward()
+    assert cos.grad is not None and sin.grad is not None
+
+
+def test_two_threads_leave_the_stock_function_behind():
+    layer = tiny_model("llama").get_decoder().layers[0]
+    names = type(layer.self_attn).forward.__globals__
+    stock, fused_seen = names["apply_rotary_pos_emb"], []
+    first_in, second_in, first_out = (threading.Event() for _ in range(3))
+    x, cos, sin = leaf(1, 2, 5, 8), *torch.randn(2, 1, 5, 8, dtype=torch.float64)
+
+    def runs():
+        with Fusion(layer.modules(), mode="on").installed():
+            second_in.set()
+            first_out.wait(10)
+            fused_seen.append(type(names["apply_rotary_pos_emb"](x, x, cos, sin)[0].grad_fn).__name__)
+
+    thread = threading.Thread(target=runs)
+    with Fusion(layer.modules(), mode="on").installed():
+        first_in.set()
+        thread.start()
+        second_in.wait(10)
+    assert "Rotary" not in type(names["apply_rotary_pos_emb"](x, x, cos, sin)[0].grad_fn).__name__  # not fused for this thread
+    first_out.set()
+    thread.join()
+    assert "Rotary" in fused_seen[0] and names["apply_rotary_pos_emb"] is stock
 
 
 # --- The Triton kernels, held to the torch code on the same device --------------------------------------------------------

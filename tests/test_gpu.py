@@ -212,7 +212,7 @@ def test_host_offload_is_bitwise_equal_and_reuses_its_buffers(keep):
         pools.append(model.model._streamgrad.stream.host_store)
     for name, gradient in outcomes[0].items():
         assert torch.equal(gradient, outcomes[1][name]), name
-    pool = pools[1].pool
+    pool = pools[1].pool(torch.device("cuda", torch.cuda.current_device()))
     grown_bytes = pool.total_bytes
     step(333)
     assert pool.total_bytes == grown_bytes > 0

@@ -100,7 +100,8 @@ def test_chunks_are_equal_and_few():
     assert equal_chunks(1, 6000, 8192) == 6000
     assert equal_chunks(1, 36_000, 8192) == 7296  # five of them, the last a little shorter
     assert equal_chunks(8, 36_000, 8192) == 1024
-    assert equal_chunks(9000, 36_000, 8192) == 128
+    assert equal_chunks(64, 1000, 1024) == 16
+    assert equal_chunks(9000, 36_000, 8192) == 1
     for sequence in (1, 127, 8192, 8193, 100_000):
         sizes = [equal_chunks(1, sequence, tokens) for tokens in (*LARGE_CHUNKS, *SMALL_CHUNKS)]
         assert sizes == sorted(sizes, reverse=True) and all(1 <= size <= sequence for size in sizes)

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from streamgrad.attention.backends import Block, choose, run_or_replace
 from streamgrad.attention.masks import CausalMask, DenseMask
-from streamgrad.core.chunk import KEYS_AT_ONCE, Attended, Chunk, SeamError
+from streamgrad.core.chunk import KEYS_AT_ONCE, Attended, Chunk, KeyValueStream, SeamError
 from streamgrad.core.sums import as_sum
 
 
@@ -81,32 +81,36 @@ class _StreamedAttention(torch.autograd.Function):
                 done = _add_sink(done, sink_H)
             if chunk.keep_attention and block.dropout == 0.0:
                 chunk.kept = done
-        ctx.chunk, ctx.keys, ctx.block = chunk, keys, block
+        ctx.backends, ctx.span, ctx.keys, ctx.block = chunk.backends, (chunk.start, chunk.stop), keys, block
+        # A chunk that is the whole sequence reads its own keys alone. Its graph may be kept, and run backward more than once:
+        # autograd takes care of its tensors, and the sums of one pass do not meet those of another.
+        ctx.stream = None if chunk.is_whole else chunk.stream
+        own = (key_BGLD, value_BGLD) if chunk.is_whole else ()
         # An alias: the output gets this node as its grad_fn, and the node holds the chunk. A kept tensor itself as output would
         # close that circle, and the step's memory would wait for the garbage collector.
         out_BHLD = done.out_BHLD.detach()
-        ctx.save_for_backward(query_BHLD, out_BHLD, done.lse_BHL, done.dropped_BHLS, sink_H)
+        ctx.save_for_backward(query_BHLD, out_BHLD, done.lse_BHL, done.dropped_BHLS, sink_H, *own)
         return out_BHLD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_BHLD: Tensor) -> tuple[Tensor | None, ...]:
-        chunk: Chunk = ctx.chunk
-        query_BHLD, out_BHLD, lse_BHL, dropped_BHLS, sink_H = ctx.saved_tensors
+        query_BHLD, out_BHLD, lse_BHL, dropped_BHLS, sink_H, *own = ctx.saved_tensors
+        stream: KeyValueStream = ctx.stream or KeyValueStream(ctx.span[1], (own[0].detach(), own[1].detach()))
         dout_BHLD = _with_dense_rows(dout_BHLD)
         done = Attended(out_BHLD, lse_BHL, dropped_BHLS)
         dquery_BHLD: Tensor | None = None
         for (start, stop), block in _at_once(ctx.keys, ctx.block, query_BHLD.shape[2]):
-            key, value = chunk.stream.read(start, stop)
-            backend = choose(chunk.backends, query_BHLD, key, value, block)
+            key, value = stream.read(start, stop)
+            backend = choose(ctx.backends, query_BHLD, key, value, block)
             term_BHLD, pieces = backend.backward(dout_BHLD, query_BHLD, key, value, done, block)
             dquery_BHLD = term_BHLD if dquery_BHLD is None else as_sum(dquery_BHLD).add_(term_BHLD)
             for first, last, dkey, dvalue in pieces:
                 # For every key, own ones included: those are complete now and are collected just below.
-                chunk.stream.deposit(start + first, start + last, dkey, dvalue)
+                stream.deposit(start + first, start + last, dkey, dvalue)
             del pieces
         assert dquery_BHLD is not None
-        dkey_BGLD, dvalue_BGLD = chunk.stream.collect(chunk.start, chunk.stop)
+        dkey_BGLD, dvalue_BGLD = stream.collect(*ctx.span)
         dsink_H = None
         if sink_H is not None:
             weight_BHL = (sink_H.to(lse_BHL.dtype)[None, :, None] - lse_BHL).exp()

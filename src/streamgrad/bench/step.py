@@ -117,7 +117,7 @@ def measure_steps(
                 seq_len=length,
                 layers=layers or preset.num_hidden_layers,
                 **outcome,
-                host_bytes=installed.stream.host_store.pool.total_bytes if installed else 0,
+                host_bytes=installed.stream.host_store.total_bytes if installed else 0,
                 ballast_bytes=weight.numel(),
                 policy=_policy_of(used, installed) if installed else {"gradient_checkpointing": True, "attention": "sdpa"},
                 device=device_name(device),

@@ -134,6 +134,10 @@ class Chunk:
         self.own_key, self.own_value = key_states, value_states
         return key_states, value_states
 
+    @property
+    def is_whole(self) -> bool:
+        return self.stop - self.start == self.stream.length
+
     def check_finished(self) -> None:
         """A layer that went around either seam has mixed tokens in a way the stream does not know."""
         if self.own_key is None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from streamgrad.core.chunk import Attended
-from streamgrad.core.storage import HostStore
+from streamgrad.core.storage import HostStore, Shelf
 
 Span = tuple[int, int]
 
@@ -31,6 +31,10 @@ class Kept(Protocol):
         ...
 
     def reader(self, ctx: Any) -> Reader: ...
+
+    def release(self) -> None:
+        """Backward has run and will not run again."""
+        ...
 
 
 class Reader(Protocol):
@@ -67,6 +71,9 @@ class KeptOnDevice:
     def reader(self, ctx: Any) -> Reader:
         return _DeviceReader([tensor.detach() for tensor in ctx.saved_tensors], self._spans)
 
+    def release(self) -> None:
+        """Autograd does."""
+
 
 class _DeviceReader:
     def __init__(self, tensors: list[Tensor], spans: Sequence[Span]) -> None:
@@ -88,11 +95,12 @@ class KeptOnHost:
 
     def __init__(self, h_BTE: Tensor, spans: Sequence[Span], store: HostStore) -> None:
         self._h_BTE: Tensor | None = h_BTE.detach()
-        self._spans, self._shelf = spans, store.shelf()
+        self._spans = spans
+        self._shelf: Shelf | None = store.shelf()
         self.has_attention = True
 
     def note(self, index: int, attended: Attended | None) -> None:
-        assert self._h_BTE is not None
+        assert self._h_BTE is not None and self._shelf is not None
         start, stop = self._spans[index]
         tensors = [self._h_BTE[:, start:stop]]
         if attended is None:
@@ -102,6 +110,7 @@ class KeptOnHost:
         self._shelf.put(index, tensors)
 
     def finish(self, ctx: Any, keys_and_values: tuple[Tensor, Tensor]) -> None:
+        assert self._shelf is not None
         self._h_BTE = None
         chunks = list(range(len(self._spans)))
         if self.has_attention:
@@ -111,8 +120,21 @@ class KeptOnHost:
             self._shelf.will_be_got([*chunks, *reversed(chunks)])
 
     def reader(self, ctx: Any) -> Reader:
+        if self._shelf is None:
+            raise RuntimeError(
+                "backward was called a second time through a streamed layer whose kept tensors have been freed. Pass "
+                "retain_graph=True to the first backward if it is meant to be called again."
+            )
         self._shelf.rewind()
-        return self
+        return _HostReader(self._shelf, self.has_attention)
+
+    def release(self) -> None:
+        self._shelf = None
+
+
+class _HostReader:
+    def __init__(self, shelf: Shelf, has_attention: bool) -> None:
+        self._shelf, self.has_attention = shelf, has_attention
 
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
         key, value = self._shelf.get(_KEYS_AND_VALUES)

@@ -29,7 +29,7 @@ from streamgrad.core.chunk import Chunk, KeyValueStream, SeamError, StopAtKeys, 
 from streamgrad.core.kept import Kept, KeptOnDevice, KeptOnHost, Reader
 from streamgrad.core.policy import LayerPolicy
 from streamgrad.core.replay import Autocast, RandomTape
-from streamgrad.core.shadows import Shadows, added_last, trainable_parameters
+from streamgrad.core.shadows import Shadows, trainable_parameters
 from streamgrad.core.storage import HostStore
 
 
@@ -50,12 +50,12 @@ class StreamedCall:
     host_store: HostStore
 
     def __call__(self, h_BTE: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and self.policy.keep == "all":
+            return self._with_ordinary_graph(h_BTE)
         parameters = trainable_parameters(self.layer)
         if not torch.is_grad_enabled() or not (h_BTE.requires_grad or parameters):
             with torch.no_grad():
                 return _forward(self, h_BTE, self.random_tape(h_BTE), None, None)[0]
-        if self.policy.keep == "all":
-            return self._with_ordinary_graph(h_BTE)
         return _StreamedLayer.apply(self, h_BTE, *parameters)
 
     def _with_ordinary_graph(self, h_BTE: Tensor) -> Tensor:
@@ -74,7 +74,8 @@ class StreamedCall:
         return spans(h_BTE.shape[1], self.chunk_size)
 
     def kept(self, h_BTE: Tensor) -> Kept:
-        if self.policy.on_host and h_BTE.device.type == "cuda":
+        one_device = all(parameter.device == h_BTE.device for parameter in self.layer.parameters())
+        if self.policy.on_host and h_BTE.device.type == "cuda" and one_device:
             return KeptOnHost(h_BTE, self.spans(h_BTE), self.host_store)
         return KeptOnDevice(h_BTE, self.spans(h_BTE))
 
@@ -105,25 +106,27 @@ class _StreamedLayer(torch.autograd.Function):
         chunks, reader = list(enumerate(spans(ctx.h_shape[1], call.chunk_size))), ctx.kept.reader(ctx)
         shadows = Shadows(ctx.parameters, summed=len(chunks) > 1)
         dh_BTE = dout_BTE.new_empty(ctx.h_shape, dtype=ctx.h_dtype) if ctx.needs_input_grad[1] else None
-        with shadows.installed_in(call.layer), ctx.autocast.restored():
-            stream = _restore_stream(call, ctx.tape, reader, ctx.h_shape[1])
+        with shadows.installed_in(call.layer):
+            with ctx.autocast.restored():
+                stream = _restore_stream(call, ctx.tape, reader, ctx.h_shape[1])
             for index, (start, stop) in reversed(chunks):
                 h_BLE, attended = reader.chunk(index)
                 h_BLE.requires_grad_(dh_BTE is not None)
                 chunk = call.chunk((start, stop), stream, write_keys=False, kept=attended)
-                with torch.enable_grad(), ctx.tape.replaying(index):
+                with torch.enable_grad(), ctx.autocast.restored(), ctx.tape.replaying(index):
                     out_BLE = call.run(h_BLE, chunk)
                 chunk.release()
                 expectation.compare(index, out_BLE)
                 if index == len(chunks) - 1:
                     expectation.check_leaves(out_BLE, [h_BLE, *shadows.tensors])
-                    _spare_the_output(call.layer, out_BLE)
                 if out_BLE.requires_grad:  # not where a layer's only trainable parameter is one it does not use
                     torch.autograd.backward(out_BLE, dout_BTE[:, start:stop])
                 if dh_BTE is not None:
                     assert h_BLE.grad is not None
                     dh_BTE[:, start:stop] = h_BLE.grad
         expectation.check_outcome_later(in_16_bits=ctx.autocast.enabled or ctx.h_dtype.itemsize == 2)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.kept.release()  # a program may hold on to its last loss, and with it to this node
         return None, dh_BTE, *shadows.gradients()
 
 
@@ -156,16 +159,6 @@ def _forward(
         out_BTE[:, start:stop] = out_BLE
     assert out_BTE is not None
     return out_BTE, stream
-
-
-def _spare_the_output(layer: nn.Module, out_BLE: Tensor) -> None:
-    """Let the chunks to come leave out the last product of their re-run, where only the output is made of it.
-
-    One token of it is computed, which is compared with forward's. A hook would be shown the rest.
-    """
-    weight = added_last(out_BLE)
-    if weight is not None and not any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules()):
-        weight.only_last_token = True
 
 
 def _restore_stream(call: StreamedCall, tape: RandomTape, reader: Reader, length: int) -> KeyValueStream:

@@ -5,21 +5,51 @@ Nothing of the run remains: the graph is dropped, and the generators stand where
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from streamgrad.core.chunk import Chunk, KeyValueStream
 from streamgrad.core.policy import LayerCosts
+from streamgrad.core.replay import Autocast
 from streamgrad.core.shadows import trainable_parameters
 from streamgrad.core.sums import accumulator_dtype
 
 PROBED_TOKENS = 256
 
 
-def measured_costs(layer: nn.Module, run, mask: object, backends: list, h_BTE: Tensor) -> LayerCosts:
+def measured_costs(
+    layer: nn.Module, run: Callable[[Tensor, Chunk], Tensor], mask: object, backends: list, h_BTE: Tensor
+) -> LayerCosts:
     """Of the layer whose chunks `run` computes (see `StreamedCall`), on the first tokens of `h_BTE`."""
-    h_BLE = h_BTE[:, :PROBED_TOKENS].detach().clone().requires_grad_()
-    count = h_BLE.shape[0] * h_BLE.shape[1]
+    tokens = min(PROBED_TOKENS, h_BTE.shape[1])
+    chunk, out_BLE, saved_bytes = _run(layer, run, mask, backends, h_BTE[:, :tokens])
+    assert chunk.own_key is not None and chunk.own_value is not None
+    count = h_BTE.shape[0] * tokens
+    if tokens > 1:
+        # The difference of two lengths: what does not grow with tokens, as weights that autocast has cast, is no cost of a token.
+        half = tokens // 2
+        saved_bytes -= _run(layer, run, mask, backends, h_BTE[:, :half])[2]
+        saved_bytes *= tokens / (tokens - half)
+    input_bytes = max(h_BTE[:, :tokens].nbytes, out_BLE.nbytes) / count
+    attention = 0 if chunk.kept is None else chunk.kept.out_BHLD.nbytes + chunk.kept.lse_BHL.nbytes
+    trainable = trainable_parameters(layer)
+    return LayerCosts(
+        input=input_bytes,
+        keys_and_values=(chunk.own_key.nbytes + chunk.own_value.nbytes) / count,
+        attention=attention / count,
+        graph=input_bytes + saved_bytes / count,
+        gradients=sum(parameter.nbytes for parameter in trainable if parameter.grad is None),
+        gradient_sums=sum(parameter.numel() * accumulator_dtype(parameter.dtype).itemsize for parameter in trainable),
+    )
+
+
+def _run(
+    layer: nn.Module, run: Callable[[Tensor, Chunk], Tensor], mask: object, backends: list, h_BLE: Tensor
+) -> tuple[Chunk, Tensor, float]:
+    """The chunk, its output, and the bytes that its graph saves beside its input and the layer's weights."""
+    h_BLE = h_BLE.detach().clone().requires_grad_()
     chunk = Chunk(0, h_BLE.shape[1], KeyValueStream(h_BLE.shape[1]), mask, backends, keep_attention=True)
     saved: dict[int, int] = {}
     weights = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
@@ -33,24 +63,14 @@ def measured_costs(layer: nn.Module, run, mask: object, backends: list, h_BTE: T
         return tensor
 
     devices = [h_BLE.device] if h_BLE.device.type == "cuda" else []
+    autocast = Autocast(h_BLE.device.type)
     with (
         torch.random.fork_rng(devices=devices),
         torch.enable_grad(),
         torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
     ):
         out_BLE = run(h_BLE, chunk)
+    autocast.forget_casts()
     chunk.check_finished()
-    assert chunk.own_key is not None and chunk.own_value is not None
     saved.pop(h_BLE.untyped_storage().data_ptr(), None)
-    attention = 0 if chunk.kept is None else chunk.kept.out_BHLD.nbytes + chunk.kept.lse_BHL.nbytes
-    input_bytes = max(h_BLE.nbytes, out_BLE.nbytes) / count
-    keys_and_values = (chunk.own_key.nbytes + chunk.own_value.nbytes) / count
-    trainable = [parameter for parameter in trainable_parameters(layer) if parameter.grad is None]
-    return LayerCosts(
-        input=input_bytes,
-        keys_and_values=keys_and_values,
-        attention=attention / count,
-        graph=input_bytes + keys_and_values + sum(saved.values()) / count,  # the stream holds keys and values, not the graph
-        gradients=sum(parameter.nbytes for parameter in trainable),
-        gradient_sums=sum(p.numel() * accumulator_dtype(p.dtype).itemsize for p in trainable_parameters(layer)),
-    )
+    return chunk, out_BLE, sum(saved.values())

@@ -35,14 +35,12 @@ class Shadow(Tensor):
 
     linear_total: Tensor | None
     autocast_copy: Tensor | None
-    only_last_token: bool  # of the linear map's value is needed; its gradients do not depend on the rest
 
     @classmethod
     def of(cls, parameter: Tensor) -> Shadow:
         shadow = parameter.detach().as_subclass(cls)
         shadow.requires_grad_()
         shadow.linear_total = shadow.autocast_copy = None
-        shadow.only_last_token = False
         sum_dtype = accumulator_dtype(parameter.dtype)
         if sum_dtype is not parameter.dtype:
             shadow.grad_dtype = sum_dtype  # what other operations give is summed by autograd
@@ -115,27 +113,6 @@ class Shadows:
         ]
 
 
-def added_last(out: Tensor) -> Shadow | None:
-    """The weight W of a computation that ends in `out = residual + linear(x, W)` and uses that linear map nowhere else.
-
-    A sum passes its gradient on whatever it has summed: nobody needs the map's value to differentiate `out`.
-    """
-    if out.grad_fn is None or type(out.grad_fn).__name__ != "AddBackward0":
-        return None
-    maps = [node for node, _ in out.grad_fn.next_functions if type(node).__name__ == "_SummingLinearBackward"]
-    if len(maps) != 1:
-        return None
-    uses, nodes, seen = 0, [out.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node not in seen:
-            seen.add(node)
-            following = [after for after, _ in node.next_functions if after is not None]
-            uses += sum(after is maps[0] for after in following)
-            nodes += following
-    return maps[0].shadow if uses == 1 else None  # type: ignore[union-attr]
-
-
 def _leaf(parameter: Tensor) -> Tensor:
     return parameter.detach().requires_grad_()
 
@@ -154,10 +131,6 @@ class _SummingLinear(torch.autograd.Function):
     def forward(ctx: Any, shadow: Shadow, hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         ctx.shadow = shadow
         ctx.save_for_backward(hidden, weight_OI)
-        if shadow.only_last_token and hidden.dim() == 3:
-            out = hidden.new_empty(*hidden.shape[:2], len(weight_OI))
-            out[:, -1] = F.linear(hidden[:, -1], weight_OI, bias_O)
-            return out
         return F.linear(hidden, weight_OI, bias_O)
 
     @staticmethod

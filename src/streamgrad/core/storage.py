@@ -9,6 +9,7 @@ Known limits: there is nothing to move on a device other than CUDA.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
 from collections.abc import Hashable, Sequence
@@ -52,6 +53,7 @@ class PinnedPool:
                 weakref.finalize(buffer, _unpin, buffer.data_ptr()).atexit = False  # the driver is gone by then
             else:
                 self._can_pin = False
+                _forget_error()
                 warnings.warn(
                     f"streamgrad: host memory could not be pinned (CUDA error {code}), so copies will not overlap with "
                     "computation.",
@@ -59,6 +61,12 @@ class PinnedPool:
                     stacklevel=2,
                 )
         return buffer
+
+
+def _forget_error() -> None:
+    """CUDA reports a failed call again at the next launch, whatever is launched."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros((), device="cuda")
 
 
 def _unpin(address: int) -> None:
@@ -70,13 +78,21 @@ class HostStore:
     """Host memory and copy streams of one model; each layer of each step gets a `Shelf`."""
 
     def __init__(self) -> None:
-        self.pool = PinnedPool()
+        self._pools: dict[torch.device, PinnedPool] = {}
         self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
         self._latest: weakref.ref[Shelf] | None = None
 
     def __reduce__(self) -> tuple:
         """A copied or unpickled model gets host buffers of its own."""
         return HostStore, ()
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(pool.total_bytes for pool in self._pools.values())
+
+    def pool(self, device: torch.device) -> PinnedPool:
+        """Of one device each: a buffer is written again once the copy streams of that device are done with it."""
+        return self._pools.setdefault(device, PinnedPool())
 
     def shelf(self) -> Shelf:
         """A shelf that knows the one before it, the first of whose items is brought back when its own run out."""
@@ -138,8 +154,9 @@ class _Item:
     def __init__(self, store: HostStore, tensors: Sequence[Tensor]) -> None:
         self._store, self._device = store, tensors[0].device
         self._layouts = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in map(_dense, tensors)]
-        self._buffers = [store.pool.take(tensor.nbytes) for tensor in tensors]
-        weakref.finalize(self, _return_buffers, store.pool, self._buffers)
+        pool = store.pool(self._device)
+        self._buffers = [pool.take(tensor.nbytes) for tensor in tensors]
+        weakref.finalize(self, _return_buffers, pool, self._buffers)
         outward, inward = store.streams(self._device)
         outward.wait_stream(torch.cuda.current_stream(self._device))
         outward.wait_stream(inward)  # a buffer's last owner may still be reading it

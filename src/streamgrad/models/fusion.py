@@ -8,11 +8,11 @@ another library (Liger, kernels from the hub) runs as it stands.
 from __future__ import annotations
 
 import functools
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,21 +23,24 @@ from streamgrad.models.forwards import temporary_attribute
 
 
 class Fusion:
-    """The fused parts among some modules, say those of one layer."""
+    """The fused parts among some modules, say those of one layer, as they stand now."""
 
     def __init__(self, modules: Iterable[nn.Module], *, mode: str) -> None:
         """`mode` is `StreamConfig.compile`: "auto" fuses 16-bit values on CUDA, "on" all values, "off" none."""
-        self.mode = mode
+        self._wants = functools.partial(_wants, mode)
         self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
         self._rotary_globals: dict[int, dict[str, Any]] = {}
         for module in modules if mode != "off" else ():
-            known = _known_parts(type(module))  # type: ignore[arg-type]
-            if known.rotary_globals is not None:
-                self._rotary_globals[id(known.rotary_globals)] = known.rotary_globals
-            if known.replacement is not None and "forward" not in module.__dict__:
-                forward = known.replacement(self, module)
-                if forward is not None:
-                    self._forwards.append((module, forward))
+            forward = type(module).forward
+            if "forward" in module.__dict__:
+                continue
+            fused = _fused_forward(module, forward, self._wants)
+            if fused is not None:
+                self._forwards.append((module, fused))
+            # Looked up by name in the file that defines the attention module.
+            names = getattr(forward, "__globals__", {})
+            if _is_known_rotary(_stock_rotary(names)) and "apply_rotary_pos_emb" in forward.__code__.co_names:
+                self._rotary_globals[id(names)] = names
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -46,55 +49,102 @@ class Fusion:
             for module, forward in self._forwards:
                 restore.enter_context(temporary_attribute(module, "forward", forward))
             for names in self._rotary_globals.values():
-                stock = names["apply_rotary_pos_emb"]
-                restore.callback(names.__setitem__, "apply_rotary_pos_emb", stock)
-                names["apply_rotary_pos_emb"] = functools.partial(self._rotary, stock)
+                restore.enter_context(_RotarySwitch.of(names).on(self._wants))
             yield
 
-    def wants(self, *tensors: Tensor) -> bool:
-        """All of one floating dtype, and of one that is worth it."""
-        first = tensors[0]
-        if any(tensor.dtype != first.dtype for tensor in tensors) or torch.is_autocast_enabled(first.device.type):
-            return False
-        return self.mode == "on" or (first.is_cuda and first.dtype.itemsize == 2)
 
-    def _rotary(self, stock: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
-        angles_of_all_heads = cos.dim() == 3 and unsqueeze_dim == 1 and cos.shape == sin.shape == (*cos.shape[:2], q.shape[-1])
-        if not (angles_of_all_heads and self.wants(q, k, cos, sin)):
-            return stock(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+def _wants(mode: str, *tensors: Tensor) -> bool:
+    """All of one floating dtype, and of one that is worth it."""
+    first = tensors[0]
+    if any(tensor.dtype != first.dtype for tensor in tensors) or torch.is_autocast_enabled(first.device.type):
+        return False
+    return mode == "on" or (first.is_cuda and first.dtype.itemsize == 2)
+
+
+class _RotarySwitch:
+    """Stands for `apply_rotary_pos_emb` in one file of transformers while any thread runs a layer with it fused.
+
+    It is fused for the threads that asked for it, and the stock function for all others; the last one out puts that back.
+    """
+
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self._names, self._stock, self._users = names, names["apply_rotary_pos_emb"], 0
+        self._here = threading.local()
+
+    @classmethod
+    def of(cls, names: dict[str, Any]) -> _RotarySwitch:
+        with cls._lock:
+            current = names["apply_rotary_pos_emb"]
+            return current if isinstance(current, cls) else cls(names)
+
+    @contextmanager
+    def on(self, wants: Callable[..., bool]) -> Iterator[None]:
+        with self._lock:
+            self._users += 1
+            self._names["apply_rotary_pos_emb"] = self
+        before = getattr(self._here, "wants", None)
+        self._here.wants = wants
+        try:
+            yield
+        finally:
+            self._here.wants = before
+            with self._lock:
+                self._users -= 1
+                if not self._users and self._names["apply_rotary_pos_emb"] is self:
+                    self._names["apply_rotary_pos_emb"] = self._stock
+
+    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+        wants = getattr(self._here, "wants", None)
+        same_for_all_heads = cos.dim() == 3 and unsqueeze_dim == 1 and cos.shape == sin.shape == (*cos.shape[:2], q.shape[-1])
+        needs_gradient = cos.requires_grad or sin.requires_grad
+        if wants is None or needs_gradient or not same_for_all_heads or not wants(q, k, cos, sin):
+            return self._stock(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         return rotary(q, cos, sin), rotary(k, cos, sin)
 
 
-@dataclass(frozen=True)
-class _KnownParts:
-    """What is known about a class of modules."""
-
-    replacement: Callable[[Fusion, Any], Callable[[Tensor], Tensor] | None] | None = None
-    rotary_globals: dict[str, Any] | None = None  # where its forward looks `apply_rotary_pos_emb` up
+def _stock_rotary(names: dict[str, Any]) -> Any:
+    found = names.get("apply_rotary_pos_emb")
+    return found._stock if isinstance(found, _RotarySwitch) else found
 
 
-@functools.cache
-def _known_parts(kind: type) -> _KnownParts:
-    forward = kind.forward  # type: ignore[attr-defined]
-    names, code = getattr(forward, "__globals__", {}), getattr(forward, "__code__", None)
-    rotates = code is not None and "apply_rotary_pos_emb" in code.co_names
-    if rotates and _same_code(names["apply_rotary_pos_emb"], _apply_rotary) and _same_code(names["rotate_half"], _rotate_half):
-        return _KnownParts(rotary_globals=names)
-    if _same_code(forward, _llama_norm) or _same_code(forward, _olmo_norm):
-        return _KnownParts(lambda fusion, module: _fused_norm(fusion, module, Norm(module.variance_epsilon)))
-    if _same_code(forward, _gemma_norm) and _same_code(getattr(kind, "_norm", None), _gemma_norm_helper):
-        return _KnownParts(lambda fusion, module: _fused_norm(fusion, module, Norm(module.eps, weight_offset=1.0)))
-    if _same_code(forward, _gated_mlp) or _same_code(forward, _gated_mlp_in_one_line):
-        return _KnownParts(_fused_gated_mlp)
-    if _same_code(forward, _joint_gated_mlp):
-        return _KnownParts(_fused_joint_gated_mlp)
-    return _KnownParts()
+def _is_known_rotary(function: Any) -> bool:
+    halves = getattr(function, "__globals__", {}).get("rotate_half")
+    return _same_code(function, _apply_rotary) and function.__defaults__ == (1,) and _same_code(halves, _rotate_half)
+
+
+def _fused_forward(module: Any, forward: Any, wants: Callable[..., bool]) -> Callable[[Tensor], Tensor] | None:
+    """What may run in place of `forward`, a module's own, or None where that is not known."""
+    form = _form_of(forward)
+    if form is None:
+        return None
+    stock = types.MethodType(forward, module)
+    if form == "gemma norm":
+        if not _same_code(getattr(type(module), "_norm", None), _gemma_norm_helper):
+            return None
+        return _fused_norm(module, Norm(module.eps, weight_offset=1.0), stock, wants)
+    if form == "norm":
+        return _fused_norm(module, Norm(module.variance_epsilon), stock, wants)
+    activation = _activation_of(module)
+    if activation is None:
+        return None
+    return (_fused_joint_mlp if form == "joint mlp" else _fused_mlp)(module, activation, stock, wants)
+
+
+@functools.lru_cache(maxsize=1024)
+def _form_of(forward: Any) -> str | None:
+    """By the function itself: a class whose forward is replaced is looked at again."""
+    for reference, form in _FORMS.items():
+        if _same_code(forward, reference):
+            return form
+    return None
 
 
 def _same_code(function: Any, reference: Any) -> bool:
     """Whether two functions do the same, by the same instructions on the same names and constants."""
     code, other = getattr(function, "__code__", None), reference.__code__
-    if code is None:
+    if code is None or getattr(function, "__closure__", None):
         return False
     # The first constant is the docstring, or None.
     return (code.co_code, code.co_names, code.co_consts[1:]) == (other.co_code, other.co_names, other.co_consts[1:])
@@ -145,6 +195,16 @@ def _joint_gated_mlp(self: Any, hidden_states: Any) -> Any:
     return self.down_proj(up_states)
 
 
+_FORMS = {
+    _llama_norm: "norm",
+    _olmo_norm: "norm",
+    _gemma_norm: "gemma norm",
+    _gated_mlp: "mlp",
+    _gated_mlp_in_one_line: "mlp",
+    _joint_gated_mlp: "joint mlp",
+}
+
+
 def _rotate_half(x: Any) -> Any:
     """As there: a docstring has a part in the code of a function."""
     x1 = x[..., : x.shape[-1] // 2]
@@ -164,32 +224,38 @@ def _apply_rotary(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) ->
 # --- What runs instead ----------------------------------------------------------------------------------------------------
 
 
-def _fused_norm(fusion: Fusion, module: Any, norm: Norm) -> Callable[[Tensor], Tensor]:
-    stock = types.MethodType(type(module).forward, module)
-    return lambda x: rms_norm(x, module.weight, norm) if fusion.wants(x, module.weight) else stock(x)
-
-
-def _fused_gated_mlp(fusion: Fusion, module: Any) -> Callable[[Tensor], Tensor] | None:
-    stock, activation = types.MethodType(type(module).forward, module), _activation_of(module)
+def _fused_norm(
+    module: Any, norm: Norm, stock: Callable[[Tensor], Tensor], wants: Callable[..., bool]
+) -> Callable[[Tensor], Tensor] | None:
+    if not isinstance(norm.eps, float):
+        return None
 
     def forward(x: Tensor) -> Tensor:
-        assert activation is not None
-        return module.down_proj(gated(module.gate_proj(x), module.up_proj(x), activation)) if fusion.wants(x) else stock(x)
+        weight = module.weight
+        return rms_norm(x, weight, norm) if weight.shape == x.shape[-1:] and wants(x, weight) else stock(x)
 
-    return forward if activation else None
+    return forward
 
 
-def _fused_joint_gated_mlp(fusion: Fusion, module: Any) -> Callable[[Tensor], Tensor] | None:
-    stock, activation = types.MethodType(type(module).forward, module), _activation_of(module)
-
+def _fused_mlp(
+    module: Any, activation: str, stock: Callable[[Tensor], Tensor], wants: Callable[..., bool]
+) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
-        assert activation is not None
-        if not fusion.wants(x):
+        return module.down_proj(gated(module.gate_proj(x), module.up_proj(x), activation)) if wants(x) else stock(x)
+
+    return forward
+
+
+def _fused_joint_mlp(
+    module: Any, activation: str, stock: Callable[[Tensor], Tensor], wants: Callable[..., bool]
+) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        if not wants(x):
             return stock(x)
         gate, up = module.gate_up_proj(x).chunk(2, dim=-1)
         return module.down_proj(gated(gate, up, activation))
 
-    return forward if activation else None
+    return forward
 
 
 def _activation_of(module: nn.Module) -> str | None:
@@ -200,7 +266,7 @@ def _activation_of(module: nn.Module) -> str | None:
     hooks = (activation._forward_hooks, activation._forward_pre_hooks, activation._backward_hooks, activation._backward_pre_hooks)
     if any(hooks):
         return None
-    if isinstance(activation, nn.GELU):
+    if type(activation) is nn.GELU:
         return "gelu" if activation.approximate == "none" else "gelu_tanh"
     return _ACTIVATION_NAMES.get(type(activation))
 

@@ -23,7 +23,7 @@ from streamgrad.core.policy import (
     choose_plan,
     equal_chunks,
 )
-from streamgrad.core.probe import measured_costs
+from streamgrad.core.probe import PROBED_TOKENS, measured_costs
 from streamgrad.core.storage import HostStore
 
 logger = logging.getLogger("streamgrad")
@@ -66,7 +66,7 @@ class Planner:
     ) -> Plan:
         """For a decoder whose first layer is about to run on `h_BTE` through `run` (see `StreamedCall`)."""
         config, batch, sequence = self.config, h_BTE.shape[0], h_BTE.shape[1]
-        if not self._must_measure(decoder, h_BTE):
+        if not self._must_measure(layers, h_BTE):
             keep = "input" if config.keep == "auto" else config.keep
             policies = (LayerPolicy(keep, on_host=config.offload == "host" and keep != "all"),) * len(layers)
             self.latest = Plan(policies, self.chunk_size(batch, sequence), 0.0, 0.0)
@@ -85,7 +85,7 @@ class Planner:
             offload=config.offload if on_cuda else "none",
             chunk_size=config.chunk_size if isinstance(config.chunk_size, int) else None,
             budget_bytes=budget,
-            host_budget_bytes=host_budget_bytes(held_bytes=store.pool.total_bytes),
+            host_budget_bytes=host_budget_bytes(held_bytes=store.total_bytes),
         )
         if not fits:
             self._refuse(step, plan, budget, store)
@@ -94,12 +94,12 @@ class Planner:
         self.latest = plan
         return plan
 
-    def _must_measure(self, decoder: nn.Module, h_BTE: Tensor) -> bool:
+    def _must_measure(self, layers: list[nn.Module], h_BTE: Tensor) -> bool:
         """Where there is something to decide, and memory to decide it by."""
         config = self.config
         if config.budget_bytes is not None:
             return True
-        if h_BTE.device.type != "cuda" or len({parameter.device for parameter in decoder.parameters()}) > 1:
+        if h_BTE.device.type != "cuda" or len({next(layer.parameters()).device for layer in layers}) > 1:
             return False
         return config.keep == "auto" or config.offload == "auto" or config.offload == "host"
 
@@ -107,14 +107,14 @@ class Planner:
         trainable = tuple(parameter.requires_grad for parameter in layer.parameters())
         has_gradients = any(parameter.grad is not None for parameter in layer.parameters())
         autocast = torch.is_autocast_enabled(h_BTE.device.type) and torch.get_autocast_dtype(h_BTE.device.type)
-        key = (h_BTE.dtype, autocast, trainable, has_gradients, layer.training)
+        key = (h_BTE.dtype, autocast, trainable, has_gradients, layer.training, min(PROBED_TOKENS, h_BTE.shape[1]))
         if key not in self._costs:
             self._costs[key] = measured_costs(layer, run, mask, backends, h_BTE)
         return self._costs[key]
 
     def _refuse(self, step: Step, plan: Plan, budget: float, store: HostStore) -> None:
         """Before the step starts, where the user has named the limit; else the device has the last word."""
-        host = host_budget_bytes(held_bytes=store.pool.total_bytes)
+        host = host_budget_bytes(held_bytes=store.total_bytes)
         if plan.host_bytes > host:
             raise ValueError(
                 f"offload='host' needs {plan.host_bytes / 2**30:.1f} GiB of host memory for {step.batch} x {step.sequence} "

@@ -1,0 +1,86 @@
+"""Several backward passes through one graph, and what is left of a graph that has been run."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+import batches
+import streamgrad
+from gradients import no_float32, relative_error
+from tiny import tiny_model, tokens
+
+
+@pytest.mark.parametrize("keep", ["input", "attention", "all"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss", "gemma3_text"])
+def test_backward_twice_through_a_retained_graph(family, keep):
+    """Twice the gradient, neither more nor less."""
+    model = tiny_model(family)
+    batch = batches.right_padded(model)
+    with no_float32():
+        model(**batch).loss.backward()
+        once = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+        model.zero_grad()
+        for chunk_size in (5, 64):
+            streamgrad.enable(model, keep=keep, chunk_size=chunk_size)
+            loss = model(**batch).loss
+            loss.backward(retain_graph=True)
+            loss.backward()
+            streamgrad.disable(model)
+            for name, parameter in model.named_parameters():
+                if name in once:
+                    assert relative_error(parameter.grad, 2 * once[name]) < 1e-10, name
+            model.zero_grad()
+
+
+@pytest.mark.parametrize("keep", ["input", "attention", "all"])
+def test_a_loss_that_is_held_holds_no_layer_tensors(keep):
+    """As in `loss = step()` in a loop: the last graph lives until the next one is there."""
+    model = tiny_model("llama", dtype=torch.float32)
+    ids = tokens(1, 64)
+    streamgrad.enable(model, keep=keep, chunk_size=16)
+    values: list[weakref.ref] = []
+
+    def note(module, inputs, out):
+        values.append(weakref.ref(out.untyped_storage()))
+
+    model.model.layers[0].self_attn.v_proj.register_forward_hook(note)
+    loss = model(input_ids=ids, labels=ids).loss
+    assert keep != "all" or values[0]() is not None
+    loss.backward()
+    gc.collect()
+    assert values and not any(value() for value in values)
+    assert loss.grad_fn is not None
+
+
+def test_gradients_of_float32_regions_are_float32_under_autocast():
+    """A layer that leaves autocast for some of its work leaves it in backward too."""
+    model = tiny_model("llama", dtype=torch.float32)
+    for layer in model.model.layers:
+        stock = layer.mlp.forward
+
+        def in_float32(x, stock=stock):
+            with torch.autocast("cpu", enabled=False):
+                return stock(x.float())
+
+        layer.mlp.forward = in_float32
+    batch = batches.plain(model)
+
+    def gradients():
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(**batch).loss
+        loss.backward()
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    streamgrad.enable(model, keep="all")
+    expected = gradients()
+    streamgrad.disable(model)
+    streamgrad.enable(model, keep="input", chunk_size=batches.LENGTH)
+    actual = gradients()
+    for name, gradient in expected.items():
+        if "mlp" in name:
+            assert relative_error(actual[name], gradient) < 1e-5, name
