@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
-from engine_worker import CHUNKS, Case, check_cases, launch, plain_backprop, run_cases
+import streamgrad
+from engine_worker import CHUNKS, Case, batches_of, build, check_cases, launch, plain_backprop, run_cases
 from gradients import total_gradient_error
 
 
@@ -37,6 +39,27 @@ def test_fsdp2(subtests):
             Case("fsdp2", options={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
         ],
     )
+
+
+def shard_badly() -> list[str]:
+    """What is said to FSDP inside a layer, in its second and in its first version."""
+    messages = []
+    for wrap in (
+        lambda layers: [fully_shard(layer.mlp) for layer in layers],
+        lambda layers: layers.__setitem__(0, FullyShardedDataParallel(layers[0], device_id=torch.device("cpu"))),
+    ):
+        model = streamgrad.enable(build("full"), chunk_size=8)
+        wrap(model.model.layers)
+        with pytest.raises(ValueError, match="cannot be streamed") as refused:
+            model(**batches_of(0, 0, 1)[0])
+        messages.append(str(refused.value))
+    return messages
+
+
+def test_sharding_inside_a_layer_is_refused():
+    inside, first_version = launch(shard_badly)[0]
+    assert "apply it to Qwen3DecoderLayer as a whole" in inside
+    assert "use FSDP2" in first_version
 
 
 def test_four_ranks(subtests):

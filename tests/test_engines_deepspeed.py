@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from types import SimpleNamespace
-
 import deepspeed
 import pytest
 
 import streamgrad
 from engine_worker import CHUNKS, Case, Zero, batches_of, build, check_cases, launch, prepare_deepspeed
 from streamgrad.distributed import make_zero3_leaves
-
-NEEDS_HEAD_OUTPUT = pytest.mark.xfail(
-    strict=True,
-    reason="ZeRO-3 finds no tensor in what the streamed head returns, and holds a weight that is read outside of its module",
-)
-NEEDS_REFUSAL = pytest.mark.xfail(strict=True, reason="models.support does not look at the engine yet")
 
 OFFLOADED = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
 
@@ -41,18 +32,13 @@ def test_zero_3(subtests):
         subtests,
         [
             *(Case("zero3", chunks=chunks) for chunks in CHUNKS),
+            Case("zero3", "tied", micro_batches=2),
             Case("zero3", keep="attention"),
             Case("zero3", "lora", chunks=16),
             Case("zero3", "lora", enable_after=True),
             Case("zero3", options=OFFLOADED | {"offload_param": {"device": "cpu", "pin_memory": False}}),
         ],
     )
-
-
-@NEEDS_HEAD_OUTPUT
-def test_zero_3_with_tied_embeddings():
-    whole = SimpleNamespace(test=nullcontext)  # a failed subtest does not count as an expected failure
-    check_cases(whole, [Case("zero3", "tied", micro_batches=2)])
 
 
 def train_without_leaves() -> tuple[str, str]:
@@ -67,7 +53,6 @@ def train_without_leaves() -> tuple[str, str]:
     return str(missing.value), str(too_late.value)
 
 
-@NEEDS_REFUSAL
 def test_zero_3_without_leaf_modules_is_refused():
     (missing, too_late), *_ = launch(train_without_leaves)
     assert "Qwen3DecoderLayer" in missing and "make_zero3_leaves(model) before" in missing

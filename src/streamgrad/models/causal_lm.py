@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -39,18 +40,31 @@ class HeadStream:
     logit_map: LogitMap
 
 
-class LogitsPlaceholder:
-    """Stands for logits that are never made and records, as a `LogitMap`, what is done to them."""
+class LogitsPlaceholder(dict):
+    """Stands for logits that are never made and records, as a `LogitMap`, what is done to them.
 
-    def __init__(self, logit_map: LogitMap | None = None) -> None:
+    A dict that holds the loss under its one key: engines that shard parameters (ZeRO-3, FSDP2) look for tensors in what a module
+    returns, and gather the head's weight again when the gradient of one arrives. They may put their own tensor in its place.
+    """
+
+    def __init__(self, loss: Tensor, logit_map: LogitMap | None = None) -> None:
+        super().__init__(loss=loss)
         self.logit_map = logit_map or LogitMap()
+
+    def mapped(self, logit_map: LogitMap) -> LogitsPlaceholder:
+        return LogitsPlaceholder(self["loss"], logit_map)
+
+    def __getitem__(self, key: Any) -> Tensor:
+        if key != "loss":
+            raise SeamError("its forward, or a hook, indexes logits that are never made while streaming")
+        return super().__getitem__(key)
 
     def __mul__(self, factor: Any) -> LogitsPlaceholder:
         if isinstance(factor, Tensor) and factor.numel() == 1 and not factor.requires_grad:
             factor = factor.item()
         if not isinstance(factor, int | float):
             raise SeamError(f"its forward multiplies the logits by a {type(factor).__name__}")
-        return LogitsPlaceholder(replace(self.logit_map, scale=self.logit_map.scale * factor))
+        return self.mapped(replace(self.logit_map, scale=self.logit_map.scale * factor))
 
     __rmul__ = __mul__
 
@@ -60,7 +74,7 @@ class LogitsPlaceholder:
     def tanh(self) -> LogitsPlaceholder:
         if self.logit_map.tanh:
             raise SeamError("its forward applies tanh to the logits twice")
-        return LogitsPlaceholder(LogitMap(tanh=True, inner_scale=self.logit_map.scale))
+        return self.mapped(LogitMap(tanh=True, inner_scale=self.logit_map.scale))
 
     def float(self) -> LogitsPlaceholder:
         return self
@@ -73,6 +87,13 @@ class LogitsPlaceholder:
         if function is torch.tanh and isinstance(args[0], cls):
             return args[0].tanh()
         raise SeamError(f"its forward applies {getattr(function, '__name__', function)} to the logits")
+
+
+register_pytree_node(
+    LogitsPlaceholder,
+    lambda placeholder: ([placeholder["loss"]], placeholder.logit_map),
+    lambda losses, logit_map: LogitsPlaceholder(next(iter(losses)), logit_map),
+)
 
 
 class _AnyOutput(BaseModelOutputWithPast):
@@ -109,7 +130,7 @@ def traced_logit_map(model: PreTrainedModel, decoder: nn.Module, head: nn.Module
     probe.__dict__ = {**model.__dict__, "_modules": dict(model._modules)}
     for name, child in model._modules.items():
         if child is head:
-            probe._modules[name] = _Stub(LogitsPlaceholder())
+            probe._modules[name] = _Stub(LogitsPlaceholder(torch.zeros(())))
         elif child is not None and any(module is decoder for module in child.modules()):
             probe._modules[name] = _Stub(_AnyOutput(last_hidden_state=hidden))
     recorded: list[Any] = []
@@ -167,7 +188,7 @@ class _HeadJob:
         self.run = own_forward(head)
         self.is_linear = getattr(self.run, "__func__", None) is nn.Linear.forward
         self.items = arguments.get("num_items_in_batch")
-        self.loss: Tensor | None = None
+        self.is_done = False
         ignore_index = arguments.get("ignore_index", -100)
         shifted = arguments.get("shift_labels")
         # Position t predicts token t + 1; the last one predicts nothing.
@@ -186,7 +207,7 @@ class _HeadJob:
         )
 
     def head_forward(self, hidden: Tensor) -> LogitsPlaceholder:
-        if self.loss is not None:
+        if self.is_done:
             raise SeamError("its forward calls the language-modelling head more than once")
         hidden_NE, _ = flatten(hidden, self.head.weight if self.is_linear else hidden, self.targets)
         items = self.items.to(hidden.device) if isinstance(self.items, Tensor) else self.items
@@ -195,13 +216,13 @@ class _HeadJob:
             total, count = summed_cross_entropy(hidden_NE, weight, bias, self.rows, self.stream.logit_map, divisor=items)
         else:
             total, count = summed_module_cross_entropy(self.head, self.run, hidden_NE, self.rows, self.stream.logit_map)
-        self.loss = mean_of(total, count) if items is None else total / items
-        return LogitsPlaceholder()
+        self.is_done = True
+        return LogitsPlaceholder(mean_of(total, count) if items is None else total / items)
 
     def loss_function(self, logits: Any, *args: Any, **kwargs: Any) -> Tensor:
-        if not isinstance(logits, LogitsPlaceholder) or logits.logit_map != self.stream.logit_map or self.loss is None:
+        if not isinstance(logits, LogitsPlaceholder) or logits.logit_map != self.stream.logit_map or not self.is_done:
             raise SeamError("its forward treats the logits differently from when it was enabled; enable it again")
-        return self.loss
+        return logits["loss"]
 
     def held_bytes(self) -> float:
         """At the most, while the head works: hidden states and their gradient, the weight's sum, one chunk of logits."""
@@ -212,9 +233,9 @@ class _HeadJob:
         return 3 * tokens * weight.shape[-1] * itemsize + trainable * (4 + itemsize) + rows * self._vocabulary() * 2 * itemsize
 
     def _vocabulary(self) -> int:
-        weight = getattr(self.head, "weight", None)
-        # Outside of the head's own call an engine may have taken the weight away and left an empty tensor.
-        return weight.shape[0] if isinstance(weight, Tensor) and weight.numel() else self.head.out_features
+        # Not by its weight where it can be helped: ZeRO-3 gathers what is read outside of its module's call, for the whole step.
+        size = getattr(self.head, "out_features", None)
+        return self.head.weight.shape[0] if size is None else size
 
 
 @contextmanager

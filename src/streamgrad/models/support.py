@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers import PreTrainedModel
 
 from streamgrad.models.arguments import CACHE_NAMES, cache_argument
@@ -69,6 +70,7 @@ def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
 def layer_refusals(layers: list[nn.Module]) -> Iterator[str]:
     """What in a layer mixes tokens outside of attention, or depends on a whole sequence where it would be shown a chunk."""
     for layer in layers:
+        yield from _engine_refusals(layer)
         for path, module in layer.named_modules():
             place = f"{type(layer).__name__}.{path}"
             if isinstance(module, _TOKEN_MIXERS):
@@ -80,6 +82,21 @@ def layer_refusals(layers: list[nn.Module]) -> Iterator[str]:
                 yield f"{place} is an activated LoRA (aLoRA), whose offsets count from the end of the whole sequence"
             if any(kind.__name__ == "LilyLayer" for kind in type(module).__mro__):
                 yield f"{place} is a Lily adapter, whose router averages over all tokens"
+
+
+def _engine_refusals(layer: nn.Module) -> Iterator[str]:
+    """Engines that gather parameters inside a layer would do so once a chunk, and each rank has its own number of chunks."""
+    name = type(layer).__name__
+    if any(isinstance(module, FullyShardedDataParallel) for module in layer.modules()):
+        yield "its layers are wrapped by FullyShardedDataParallel, which gathers at every call; use FSDP2 (fully_shard)"
+    inside = [module for module in layer.modules() if module is not layer]
+    if any(isinstance(module, FSDPModule) for module in inside):
+        yield f"fully_shard was applied to modules inside {name}; apply it to {name} as a whole"
+    if any("ds_id" in vars(module) for module in inside):
+        yield (
+            f"ZeRO-3 gathers the parameters of {name} module by module; so that a layer is gathered as a whole, call "
+            "streamgrad.distributed.make_zero3_leaves(model) before deepspeed.initialize or accelerator.prepare"
+        )
 
 
 def _refusals(decoder: Any, layers: list[nn.Module], config: Any) -> Iterator[str]:
