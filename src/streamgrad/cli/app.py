@@ -15,6 +15,7 @@ import streamgrad
 from streamgrad.cli import demo as demo_command
 from streamgrad.cli import env as env_command
 from streamgrad.cli.bench import bench
+from streamgrad.cli.check import check
 from streamgrad.cli.plan import plan
 from streamgrad.cli.train import train
 
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 app.add_typer(train, name="train")
 app.command()(plan)
+app.command()(check)
 
 
 def _print_version(asked: bool) -> None:

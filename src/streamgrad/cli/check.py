@@ -1,0 +1,68 @@
+"""`streamgrad check`: options and the table; the comparison is in `streamgrad.check`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from streamgrad.check.precision import KINDS, LARGEST_ERROR, LARGEST_RATIO, Outcome, check_precision
+from streamgrad.cli import CheckFailed
+from streamgrad.models.presets import config_of
+
+
+def check(
+    model: Annotated[str, typer.Argument(help="A preset (qwen3-8b), a directory with a config.json, or a name on the hub.")],
+    device: Annotated[str | None, typer.Option(help="cuda or cpu.", show_default="cuda if there is one, else cpu")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON instead of a table.")] = False,
+) -> None:
+    """Whether gradients are exact for this class of model on this machine: the paper's table of gradient precision.
+
+    Small random copies of the model (its class and flags, a few narrow layers) are differentiated with and without streaming, in
+    fp32 and bfloat16. Only the configuration is read. Takes seconds, and exits with 1 if a gradient is not as exact as plain
+    backpropagation's or the model cannot be streamed.
+
+    **Examples**
+
+    `python -m streamgrad check qwen3-8b`
+
+    `python -m streamgrad check ./my-model --json`
+    """
+    has_cuda = torch.cuda.is_available()
+    if device not in (None, "cpu", "cuda") or (device == "cuda" and not has_cuda):
+        raise ValueError(f"--device {device} will not do: pass cpu" + (" or cuda." if has_cuda else "; torch sees no GPU."))
+    outcome = check_precision(config_of(model), device=torch.device(device or ("cuda" if has_cuda else "cpu")))
+    if as_json:
+        typer.echo(json.dumps({"model": model} | outcome.to_dict(), indent=2))
+    else:
+        console = Console()
+        console.print(check_table(model, outcome))
+        console.print(
+            f"fp32: every group within {LARGEST_ERROR:.0e} of plain backpropagation's. {outcome.dtype}: streamed errors are "
+            f"{outcome.ratio:.3f} times plain ones, pooled over {outcome.models} random models; {LARGEST_RATIO} is allowed."
+            if outcome.passed
+            else "[bold red]Not exact.[/bold red]"
+        )
+    if not outcome.passed:
+        raise CheckFailed(f"{outcome.model_class} on {outcome.device}: " + "; ".join(outcome.failures))
+
+
+def check_table(model: str, outcome: Outcome) -> Table:
+    """A row per group of modules: absolute and relative errors against plain backpropagation in fp32."""
+    title = (
+        f"{model}: gradients of {outcome.model_class}, {outcome.layers} layers, {outcome.tokens} tokens in chunks of "
+        f"{outcome.chunk_size}, {outcome.device}, against plain fp32"
+    )
+    table = Table(title=title, title_justify="left")
+    table.add_column("", no_wrap=True)
+    for measure in ("absolute", "relative"):
+        for kind in KINDS:
+            table.add_column(f"{kind}\n{measure}", justify="right")
+    for group, row in outcome.table.items():
+        errors = [row[kind].absolute for kind in KINDS] + [row[kind].relative for kind in KINDS]
+        table.add_row(group, *(f"{error:.2e}" for error in errors))
+    return table
