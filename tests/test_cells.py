@@ -23,6 +23,7 @@ from gradients import assert_same_step, no_float32, run_step
 from streamgrad.attention import backends
 from streamgrad.attention.backends import Block, backends_named, choose, cudnn, flash
 from streamgrad.attention.backends.base import visible_mask
+from streamgrad.attention.backends.plans import PlanPrices
 from streamgrad.attention.cells import Cell, Cells
 from streamgrad.attention.masks import CausalMask
 from streamgrad.core.chunk import Attended, spans
@@ -397,6 +398,7 @@ class Named:
 
 
 def test_flash_goes_first_where_a_newer_one_is_active(monkeypatch):
+    monkeypatch.setattr(PlanPrices, "is_worth_a_plan", lambda *_: True)
     candidates = [Named("cudnn"), Named("flash"), Named("sdpa")]
     query = torch.zeros(1, 1, 1, 8)
     assert choose(candidates, query, query, query, Block(scale=1.0)).name == "cudnn"

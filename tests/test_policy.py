@@ -20,9 +20,9 @@ from streamgrad.core.policy import (
     Plan,
     Step,
     choose_plan,
-    equal_chunks,
     host_bytes,
     predicted_peak,
+    regular_chunk,
 )
 from streamgrad.models.forwards import InstalledForward
 from streamgrad.profile.live import LiveBytes
@@ -96,14 +96,13 @@ def test_a_plan_keeps_its_promises(sequence, budget, more, host, keep, offload):
         assert still_fits and slowness(roomier) <= slowness(plan)
 
 
-def test_chunks_are_equal_and_few():
-    assert equal_chunks(1, 6000, 8192) == 6000
-    assert equal_chunks(1, 36_000, 8192) == 7296  # five of them, the last a little shorter
-    assert equal_chunks(8, 36_000, 8192) == 1024
-    assert equal_chunks(64, 1000, 1024) == 16
-    assert equal_chunks(9000, 36_000, 8192) == 1
+def test_chunks_have_few_sizes():
+    assert regular_chunk(1, 6000, 8192) == 6000
+    assert regular_chunk(1, 36_000, 8192) == regular_chunk(1, 50_000, 8192) == 8192
+    assert regular_chunk(8, 36_000, 8192) == 1024
+    assert regular_chunk(9000, 36_000, 8192) == 1
     for sequence in (1, 127, 8192, 8193, 100_000):
-        sizes = [equal_chunks(1, sequence, tokens) for tokens in (*LARGE_CHUNKS, *SMALL_CHUNKS)]
+        sizes = [regular_chunk(1, sequence, tokens) for tokens in (*LARGE_CHUNKS, *SMALL_CHUNKS)]
         assert sizes == sorted(sizes, reverse=True) and all(1 <= size <= sequence for size in sizes)
 
 

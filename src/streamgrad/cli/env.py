@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor
 
 import streamgrad
-from streamgrad.attention.backends import Backend, Block, backends_named, choose, flash_implementation
+from streamgrad.attention.backends import Backend, Block, backends_named, flash_implementation, preferred
 from streamgrad.attention.masks import CausalMask, DenseMask
 from streamgrad.core.chunk import Attended
 from streamgrad.core.machine import available_host_bytes
@@ -129,7 +129,7 @@ def _kernels_for(mask: CausalMask | DenseMask, softcap: float | None, device: to
     operands = random(HEADS, STOP - START), random(KEY_HEADS, keys), random(KEY_HEADS, keys)
     answers = {backend.name: _answer(backend, operands, block) for backend in backends_named("auto")}
     working = [backend for backend in backends_named("auto") if answers[backend.name] == "works"]
-    return {"auto": choose(working, *operands, block).name} | answers
+    return {"auto": preferred(working)[0].name} | answers
 
 
 def _answer(backend: Backend, operands: _Operands, block: Block) -> str:

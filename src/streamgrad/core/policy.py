@@ -126,12 +126,13 @@ def host_bytes(step: Step, policies: Sequence[LayerPolicy]) -> float:
     return sum(step.tokens * step.costs.kept(policy) for policy in policies if policy.on_host)
 
 
-def equal_chunks(batch: int, sequence: int, tokens: int) -> int:
-    """The size of chunks of at most `tokens` tokens of a batch, equal where possible: kernels are prepared once a shape."""
-    most = max(1, tokens // batch)
-    equal = -(-sequence // -(-sequence // most))
-    even = -(-equal // 128) * 128
-    return min(sequence, even if even <= most else equal)
+def regular_chunk(batch: int, sequence: int, tokens: int) -> int:
+    """The size of chunks of at most `tokens` tokens of a batch.
+
+    It does not follow the length of the sequence, so that most chunks of most sequences have the same few shapes: some kernels
+    are prepared for each shape.
+    """
+    return min(sequence, max(1, tokens // batch))
 
 
 def choose_plan(
@@ -142,7 +143,7 @@ def choose_plan(
     `keep` and `offload` are `StreamConfig`'s; `chunk_size` is None for auto.
     """
     groups = [LARGE_CHUNKS, *((tokens,) for tokens in SMALL_CHUNKS)]
-    sizes = [[equal_chunks(step.batch, step.sequence, tokens) for tokens in group] for group in groups]
+    sizes = [[regular_chunk(step.batch, step.sequence, tokens) for tokens in group] for group in groups]
     smallest: Plan | None = None
     for group in sizes if chunk_size is None else [[chunk_size]]:
         for policies in _candidates(step, keep, offload, host_budget_bytes):

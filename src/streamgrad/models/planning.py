@@ -21,7 +21,7 @@ from streamgrad.core.policy import (
     Plan,
     Step,
     choose_plan,
-    equal_chunks,
+    regular_chunk,
 )
 from streamgrad.core.probe import PROBED_TOKENS, measured_costs
 from streamgrad.core.storage import HostStore
@@ -51,7 +51,7 @@ class Planner:
     def chunk_size(self, batch: int, sequence: int) -> int:
         """Where no budget decides it."""
         given = self.config.chunk_size
-        return given if isinstance(given, int) else equal_chunks(batch, sequence, LARGE_CHUNKS[-1])
+        return given if isinstance(given, int) else regular_chunk(batch, sequence, LARGE_CHUNKS[-1])
 
     def plan(
         self,

@@ -15,7 +15,7 @@ import torch
 
 from streamgrad.config import KEEP_POLICIES, OFFLOAD_PLACES, parse_bytes
 from streamgrad.core.machine import HOST_SHARE
-from streamgrad.core.policy import MARGIN, SMALL_CHUNKS, Plan, Step, choose_plan, equal_chunks
+from streamgrad.core.policy import MARGIN, SMALL_CHUNKS, Plan, Step, choose_plan, regular_chunk
 from streamgrad.distributed.memory import ENGINES, longest_sequence, rank_bytes
 from streamgrad.head.rows import FREE_SHARE, SHORTEST_CHUNK, choose_head_chunk
 from streamgrad.models.dry_run import ModelShape, model_shape
@@ -207,7 +207,7 @@ class _Card:
             step,
             keep=self.keep,
             offload=self.offload,
-            chunk_size=equal_chunks(load.rows, load.sequence, SMALL_CHUNKS[-1]) if smallest else None,
+            chunk_size=regular_chunk(load.rows, load.sequence, SMALL_CHUNKS[-1]) if smallest else None,
             budget_bytes=0.0 if smallest else self.device_bytes,
             host_budget_bytes=self.host_bytes,
         )

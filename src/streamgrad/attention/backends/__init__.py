@@ -14,10 +14,11 @@ from streamgrad.attention.backends.base import Backend, Block
 from streamgrad.attention.backends.cudnn import CudnnBackend
 from streamgrad.attention.backends.eager import EagerBackend
 from streamgrad.attention.backends.flash import FlashBackend, flash_implementation
+from streamgrad.attention.backends.plans import PRICES
 from streamgrad.attention.backends.sdpa import SdpaBackend
 from streamgrad.core.chunk import Attended
 
-__all__ = ["Backend", "Block", "backends_named", "choose", "flash_implementation", "run_or_replace"]
+__all__ = ["Backend", "Block", "backends_named", "choose", "flash_implementation", "preferred", "run_or_replace"]
 
 logger = logging.getLogger("streamgrad")
 
@@ -30,21 +31,33 @@ def backends_named(name: str) -> list[Backend]:
     return [backend for backend in _ALL if name in ("auto", backend.name)]
 
 
+def preferred(backends: Sequence[Backend]) -> list[Backend]:
+    """In order of preference: as they stand, but flash first where FlashAttention-3 or 4 has been put in its place."""
+    return sorted(backends, key=lambda backend: flash_implementation() is not None and backend.name != "flash")
+
+
 def choose(backends: Sequence[Backend], query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Backend:
-    """The first that takes the block; flash before all others where FlashAttention-3 or 4 has been put in its place."""
-    if flash_implementation() is not None:
-        backends = sorted(backends, key=lambda backend: backend.name != "flash")
-    refusals: list[str] = []
-    for backend in backends:
-        refusal = backend.refusal(query_BHLD, key_BGSD, value_BGSD, block)
-        if refusal is None:
-            _log_choice(backend.name, block.kind, query_BHLD.dtype, query_BHLD.device.type, "; ".join(refusals))
-            return backend
-        refusals.append(f"{backend.name}: {refusal}")
-    raise ValueError(
-        f"no attention kernel can compute this block ({'; '.join(refusals)}). "
-        'Pass attention="auto" to streamgrad.enable to let one that can take it.'
-    )
+    """The first that takes the block.
+
+    Flash goes before cuDNN while a plan of cuDNN's is not worth its price.
+    """
+    backends = preferred(backends)
+    refusals = {backend.name: backend.refusal(query_BHLD, key_BGSD, value_BGSD, block) for backend in backends}
+    able = [backend for backend in backends if refusals[backend.name] is None]
+    if not able:
+        reasons = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
+        raise ValueError(
+            f"no attention kernel can compute this block ({reasons}). "
+            'Pass attention="auto" to streamgrad.enable to let one that can take it.'
+        )
+    chosen = able[0]
+    if [backend.name for backend in able[:2]] == ["cudnn", "flash"] and not PRICES.is_worth_a_plan(
+        query_BHLD, key_BGSD, block.causal
+    ):
+        refusals["cudnn"], chosen = "its plan for a shape that is new is not worth its price yet", able[1]
+    before = [f"{name}: {refusal}" for name, refusal in refusals.items() if refusal is not None]
+    _log_choice(chosen.name, block.kind, query_BHLD.dtype, query_BHLD.device.type, "; ".join(before))
+    return chosen
 
 
 @functools.cache
