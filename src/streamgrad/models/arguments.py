@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from streamgrad.core.chunk import Chunk, SeamError
+from streamgrad.models.forwards import signature_of
 
 CACHE_NAMES = ("past_key_values", "layer_past", "past_key_value")
 
@@ -36,7 +37,7 @@ class LayerArguments:
     @classmethod
     def bind(cls, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, LayerArguments]:
         """The hidden states of the call, and everything else."""
-        bound = inspect.signature(forward).bind(*args, **kwargs)
+        bound = signature_of(forward).bind(*args, **kwargs)
         values = dict(bound.arguments)
         for name, parameter in bound.signature.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -70,7 +71,7 @@ class LayerArguments:
 
 def cache_argument(forward: Callable[..., Any]) -> str | None:
     """The name under which a layer takes its key/value cache."""
-    names = inspect.signature(forward).parameters
+    names = signature_of(forward).parameters
     return next((name for name in CACHE_NAMES if name in names), None)
 
 

@@ -24,6 +24,8 @@ _NOT_ABOUT_ATTENTION = {
     "logits_to_keep", "past_key_values", "layer_past", "seq_idx", "output_router_logits",
 }  # fmt: skip
 
+_LEFT_UNREAD = _CARRIED_BY_THE_MASK | _NOT_ABOUT_ATTENTION
+
 
 def stream_attention_forward(
     module: nn.Module,
@@ -41,7 +43,7 @@ def stream_attention_forward(
     if not isinstance(attention_mask, Chunk):
         raise SeamError(f"its attention replaces the mask it was given by a {type(attention_mask).__name__}")
     for name, argument in kwargs.items():
-        if name not in _CARRIED_BY_THE_MASK | _NOT_ABOUT_ATTENTION and argument is not None and argument is not False:
+        if name not in _LEFT_UNREAD and argument is not None and argument is not False:
             raise SeamError(f"its attention is called with {name}={type(argument).__name__}, which streaming does not know")
     if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise SeamError("its attention is not causal")

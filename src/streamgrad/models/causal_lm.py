@@ -29,7 +29,7 @@ from streamgrad.head.module import summed_module_cross_entropy
 from streamgrad.head.rows import SHORTEST_CHUNK, TargetRows, flatten
 from streamgrad.models.forwards import InstalledForward, named_arguments, own_forward, temporary_attribute
 from streamgrad.models.planning import HeadCosts
-from streamgrad.models.support import decoder_layers, sliding_window
+from streamgrad.models.support import decoder_layers, modules_outside, sliding_window
 
 
 @dataclass
@@ -246,9 +246,13 @@ def _announced_to_decoder(model: Any, job: _HeadJob) -> Iterator[None]:
     if installed is None:
         yield
         return
-    in_layers = {id(parameter) for layer in decoder_layers(decoder) for parameter in layer.parameters()}
-    outside = [p for p in model.parameters() if p.requires_grad and p.grad is None and id(p) not in in_layers]
-    installed.stream.head = HeadCosts(job.held_bytes(), sum(parameter.nbytes for parameter in outside))
+    outside = [
+        parameter
+        for module in modules_outside(model, decoder_layers(decoder))
+        for parameter in module._parameters.values()
+        if parameter is not None and parameter.requires_grad and parameter.grad is None
+    ]
+    installed.stream.head = HeadCosts(job.held_bytes(), sum(parameter.nbytes for parameter in dict.fromkeys(outside)))
     try:
         yield
     finally:

@@ -28,7 +28,7 @@ from streamgrad.models.forwards import named_arguments, own_forward, temporary_a
 from streamgrad.models.fusion import Fusion
 from streamgrad.models.masks import layer_mask, with_documents
 from streamgrad.models.planning import HeadCosts, Planner
-from streamgrad.models.support import decoder_layers, layer_refusals
+from streamgrad.models.support import decoder_layers, layer_refusals, modules_outside
 
 # By the id of the mask a layer was given. What is made of a mask holds it, so no other can come to stand at its address.
 _Masks = dict[int, CausalMask | DenseMask]
@@ -142,9 +142,7 @@ class _DecoderCall:
 
     def fusion_of_the_rest(self) -> Fusion:
         """Of the decoder's own parts outside of its layers: its last norm."""
-        inside = {id(module) for layer in self.layers for module in layer.modules()}
-        rest = [module for module in self.decoder.modules() if id(module) not in inside]
-        return Fusion(rest, mode=self.stream.config.compile)
+        return Fusion(modules_outside(self.decoder, self.layers), mode=self.stream.config.compile)
 
     def streamed_forward(self, index: int) -> Callable[..., Tensor | tuple[Tensor]]:
         """The forward of layer `index`, streamed."""

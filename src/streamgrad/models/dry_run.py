@@ -47,8 +47,10 @@ class LayerProfile:
     """Of one layer: bytes and FLOPs a token. Attention's own FLOPs, which depend on the length, are not among them."""
 
     costs: LayerCosts
-    widest: float  # bytes at the largest moment of a chunk's re-run and backward, beside its input and output gradient
-    at_attention: float  # bytes when attention's backward has made the queries' gradient
+    # At the largest moment of a chunk's re-run and backward, and when attention's backward has made the queries' gradient: bytes
+    # beside the chunk's input, its output's gradient, and keys and values.
+    widest: float
+    at_attention: float
     forward_flops: float
     backward_flops: float
     projection_flops: float  # of the part of forward that makes queries, keys and values
@@ -176,20 +178,23 @@ class _Recorder:
         layer = layers[0]
         h_BLE = torch.empty_like(h_BLE).requires_grad_()
         dout_BLE = torch.empty_like(h_BLE)
-        chunk = Chunk(0, TOKENS, KeyValueStream(TOKENS), mask, backends)
         saved = _SavedBytes(h_BLE)
+        # Two runs: what hooks and counters of FLOPs have seen lives longer than it would.
+        with torch.enable_grad(), _flop_counter() as forward:
+            self.attention.flops = forward
+            with saved:
+                out_BLE = run(h_BLE, Chunk(0, TOKENS, KeyValueStream(TOKENS), mask, backends))
+        with _flop_counter() as backward:
+            torch.autograd.backward(out_BLE, dout_BLE)
+        self.attention.flops = None
+        chunk = Chunk(0, TOKENS, KeyValueStream(TOKENS), mask, backends)
         with self.live, torch.enable_grad():
-            with _flop_counter() as forward, saved:
-                self.attention.flops = forward
-                out_BLE = run(h_BLE, chunk)
+            out_BLE = run(h_BLE, chunk)
             chunk.check_finished()
-            key_BGLD, value_BGLD = chunk.own_key, chunk.own_value
-            assert key_BGLD is not None and value_BGLD is not None
-            keys_and_values = key_BGLD.nbytes + value_BGLD.nbytes
-            del key_BGLD, value_BGLD
+            assert chunk.own_key is not None and chunk.own_value is not None
+            keys_and_values = chunk.own_key.nbytes + chunk.own_value.nbytes
             chunk.release()
-            with _flop_counter() as backward:
-                torch.autograd.backward(out_BLE, dout_BLE)
+            torch.autograd.backward(out_BLE, dout_BLE)
         attention = self.attention
         parameters = trainable_parameters(layer)
         width = max(h_BLE.nbytes, out_BLE.nbytes)
@@ -197,14 +202,15 @@ class _Recorder:
             input=width / TOKENS,
             keys_and_values=keys_and_values / TOKENS,
             attention=attention.out_bytes / TOKENS,
-            graph=(width + keys_and_values + saved.total_bytes) / TOKENS,
+            graph=(width + saved.total_bytes) / TOKENS,
             gradients=sum(parameter.nbytes for parameter in parameters),
             gradient_sums=sum(p.numel() * accumulator_dtype(p.dtype).itemsize for p in parameters),
         )
         self.profile = LayerProfile(
             costs=costs,
-            widest=self.live.peak_bytes / TOKENS,
-            at_attention=attention.bytes_at_backward / TOKENS,
+            # The graph of a whole sequence holds its keys and values, that of a chunk leaves them to the stream.
+            widest=(self.live.peak_bytes - keys_and_values) / TOKENS,
+            at_attention=(attention.bytes_at_backward - keys_and_values) / TOKENS,
             forward_flops=forward.get_total_flops() / TOKENS,
             backward_flops=backward.get_total_flops() / TOKENS,
             projection_flops=attention.flops_before / TOKENS,
@@ -237,8 +243,9 @@ class _ShapesOfAttention:
         return None
 
     def forward(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Any) -> Attended:
-        assert self.flops is not None
-        self.flops_before, self.query_bytes = self.flops.get_total_flops(), query_BHLD.nbytes
+        if self.flops is not None:
+            self.flops_before = self.flops.get_total_flops()
+        self.query_bytes = query_BHLD.nbytes
         self.query_heads, self.key_heads, self.head_size = query_BHLD.shape[1], key_BGSD.shape[1], query_BHLD.shape[3]
         # Laid out as the queries are. Where these have the heads of a token together, what follows needs no copy.
         same = value_BGSD.shape[3] == query_BHLD.shape[3]

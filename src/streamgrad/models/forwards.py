@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
@@ -66,9 +67,21 @@ def own_forward(module: nn.Module) -> Callable[..., Any]:
     return own if own is not None else types.MethodType(type(module).forward, module)
 
 
+def signature_of(forward: Callable[..., Any]) -> inspect.Signature:
+    """`inspect.signature`, which takes as long as launching several kernels, once for each function."""
+    if isinstance(forward, types.MethodType):
+        return _signature_of_method(forward.__func__)
+    return inspect.signature(forward)
+
+
+@functools.lru_cache(maxsize=256)
+def _signature_of_method(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(types.MethodType(function, object()))
+
+
 def named_arguments(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments of a call by name."""
-    names = [name for name, p in inspect.signature(forward).parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    names = [name for name, p in signature_of(forward).parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     return dict(zip(names, args, strict=False)) | kwargs
 
 

@@ -38,9 +38,10 @@ class Fusion:
             if fused is not None:
                 self._forwards.append((module, fused))
             # Looked up by name in the file that defines the attention module.
-            names = getattr(forward, "__globals__", {})
-            if _is_known_rotary(_stock_rotary(names)) and "apply_rotary_pos_emb" in forward.__code__.co_names:
-                self._rotary_globals[id(names)] = names
+            if "apply_rotary_pos_emb" in getattr(getattr(forward, "__code__", None), "co_names", ()):
+                names = forward.__globals__
+                if id(names) not in self._rotary_globals and _is_known_rotary(_stock_rotary(names)):
+                    self._rotary_globals[id(names)] = names
 
     @contextmanager
     def installed(self) -> Iterator[None]:

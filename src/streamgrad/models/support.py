@@ -6,6 +6,7 @@ that cannot be cut) raises `SeamError` there, so nothing is ever run wrongly.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,35 +69,51 @@ def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
 
 
 def layer_refusals(layers: list[nn.Module]) -> Iterator[str]:
-    """What in a layer mixes tokens outside of attention, or depends on a whole sequence where it would be shown a chunk."""
+    """What in a layer mixes tokens outside of attention, or depends on a whole sequence where it would be shown a chunk.
+
+    And what an engine gathers in parts: it would do so once a chunk, and each rank has its own number of those.
+    """
     for layer in layers:
-        yield from _engine_refusals(layer)
+        name = type(layer).__name__
         for path, module in layer.named_modules():
-            place = f"{type(layer).__name__}.{path}"
-            if isinstance(module, _TOKEN_MIXERS):
-                yield f"{place} is a {type(module).__name__}, which mixes tokens outside of attention"
-            if getattr(module, "rope_type", None) in _LENGTH_DEPENDENT_ROPE:
+            place, own = f"{name}.{path}", module.__dict__
+            reason = _class_refusal(type(module))  # type: ignore[arg-type]
+            if reason is not None and (module is not layer or not isinstance(module, FSDPModule)):
+                yield reason.format(place=place, layer=name)
+            if own.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
                 yield f"{place} is inside the layer and depends on the sequence length ({module.rope_type} rotary embedding)"
-            variants = getattr(module, "lora_variant", None)
+            variants = own.get("lora_variant")
             if isinstance(variants, dict) and any("ALora" in getattr(v, "__name__", str(v)) for v in variants.values()):
                 yield f"{place} is an activated LoRA (aLoRA), whose offsets count from the end of the whole sequence"
-            if any(kind.__name__ == "LilyLayer" for kind in type(module).__mro__):
-                yield f"{place} is a Lily adapter, whose router averages over all tokens"
+            if module is not layer and "ds_id" in own:
+                yield (
+                    f"ZeRO-3 gathers the parameters of {name} module by module; so that a layer is gathered as a whole, call "
+                    "streamgrad.distributed.make_zero3_leaves(model) before deepspeed.initialize or accelerator.prepare"
+                )
 
 
-def _engine_refusals(layer: nn.Module) -> Iterator[str]:
-    """Engines that gather parameters inside a layer would do so once a chunk, and each rank has its own number of chunks."""
-    name = type(layer).__name__
-    if any(isinstance(module, FullyShardedDataParallel) for module in layer.modules()):
-        yield "its layers are wrapped by FullyShardedDataParallel, which gathers at every call; use FSDP2 (fully_shard)"
-    inside = [module for module in layer.modules() if module is not layer]
-    if any(isinstance(module, FSDPModule) for module in inside):
-        yield f"fully_shard was applied to modules inside {name}; apply it to {name} as a whole"
-    if any("ds_id" in vars(module) for module in inside):
-        yield (
-            f"ZeRO-3 gathers the parameters of {name} module by module; so that a layer is gathered as a whole, call "
-            "streamgrad.distributed.make_zero3_leaves(model) before deepspeed.initialize or accelerator.prepare"
-        )
+@functools.lru_cache(maxsize=1024)
+def _class_refusal(kind: type) -> str | None:
+    """Why no module of this class may be inside a layer; `{place}` and `{layer}` are its path and the layer's class."""
+    if issubclass(kind, _TOKEN_MIXERS):
+        return f"{{place}} is a {kind.__name__}, which mixes tokens outside of attention"
+    if any(base.__name__ == "LilyLayer" for base in kind.__mro__):
+        return "{place} is a Lily adapter, whose router averages over all tokens"
+    if issubclass(kind, FullyShardedDataParallel):
+        return "its layers are wrapped by FullyShardedDataParallel, which gathers at every call; use FSDP2 (fully_shard)"
+    if issubclass(kind, FSDPModule):
+        return "fully_shard was applied to modules inside {layer}; apply it to {layer} as a whole"
+    return None
+
+
+def modules_outside(root: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
+    """The modules of `root` but for those of its decoder layers, which are not walked through."""
+    skipped, found, pending = {id(layer) for layer in layers}, [], [root]
+    while pending:
+        module = pending.pop()
+        found.append(module)
+        pending += [child for child in module._modules.values() if child is not None and id(child) not in skipped]
+    return found
 
 
 def _refusals(decoder: Any, layers: list[nn.Module], config: Any) -> Iterator[str]:
