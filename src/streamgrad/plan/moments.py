@@ -78,6 +78,11 @@ class Workload:
     def input_is_leaf(self) -> bool:
         return self.shape.outside_trainable == 0
 
+    @property
+    def wider(self) -> float:
+        """A sum's bytes over those of its terms."""
+        return max(4, self.shape.itemsize) / self.shape.itemsize
+
     def gradients(self, finished_layers: int) -> float:
         """Of the head and of the last layers, at their final size."""
         shape = self.shape
@@ -159,9 +164,9 @@ def _layer(load: Workload, policy: LayerPolicy, chunk_size: int) -> dict[str, Pa
         return {"the graph": _sum(through, parts)}
     chunk = load.rows * min(chunk_size, load.sequence)
     whole = chunk == tokens
-    # Keys and values unless kept on the device, and the sums of their gradients in twice the precision.
+    # Keys and values unless kept on the device, and the sums of their gradients in the precision of sums.
     held = 0 if policy.keep == "attention" and not policy.on_host else 1
-    keys = tokens * costs.keys_and_values * (held + (0 if whole else 2))
+    keys = tokens * costs.keys_and_values * (held + (0 if whole else load.wider))
     if policy.on_host:  # this chunk and the next
         kept = sum(_kept_anywhere(load, policy).values()) / tokens - (
             costs.keys_and_values if policy.keep == "attention" else 0.0
@@ -181,11 +186,11 @@ def _attention_terms(load: Workload, chunk: int) -> Parts:
     """What the last call of attention's backward for the last chunk leaves beside what was there.
 
     Its terms of the keys' gradients; the queries', one for each of its two pieces (the keys before the chunk, and its own) and,
-    after earlier calls, their sum in fp32.
+    after earlier calls, their sum.
     """
     profile, before = load.shape.profile, load.tokens - chunk
     calls = -(-before // max(1, load.rows * load.keys_at_once))
-    queries = 0.0 if not before else profile.query_bytes * (1 if calls <= 1 else 3)
+    queries = 0.0 if not before else profile.query_bytes * (1 if calls <= 1 else 1 + load.wider)
     return {
         "keys and values": (chunk + min(before, load.rows * load.keys_at_once)) * profile.costs.keys_and_values,
         "chunk activations": chunk * (profile.at_attention + queries),
