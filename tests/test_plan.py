@@ -323,6 +323,7 @@ def test_a_configuration_a_directory_and_a_model_will_do(tmp_path):
         ({"gpus": 2}, "engine='none' with gpus=2"),
         ({"gpu_memory": "80 apples"}, "'80 apples' is not an amount of memory"),
         ({"seq_len": 0}, "seq_len=0"),
+        ({"seq_len": None, "gpu_memory": "20GiB"}, "nothing fits 20GiB: .* alone take 22.5 GiB.*method='lora'"),
     ],
 )
 def test_errors_name_the_value(options, words):
@@ -371,6 +372,13 @@ def test_a_length_or_the_longest():
     for arguments in ([], ["--max", "--seq-len", "9"]):
         result = run("qwen3-4b", *arguments)
         assert isinstance(result.exception, ValueError) and "--max" in str(result.exception)
+
+
+def test_the_code_in_the_documentation_runs():
+    blocks = re.findall(r"```python\n(.*?)```", (RESULTS.parents[1] / "docs" / "plan.md").read_text(), flags=re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "docs/plan.md", "exec"), {})
 
 
 def test_the_prime_divides_no_width():

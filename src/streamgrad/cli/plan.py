@@ -57,7 +57,7 @@ def plan(
 
     `python -m streamgrad plan qwen3-8b --seq-len 65536 --gpu-memory 80GiB --optimizer none`
 
-    `python -m streamgrad plan qwen3-14b --max --method lora --gpu-memory 24GiB --host-memory 128GiB`
+    `python -m streamgrad plan qwen3-8b --max --method lora --gpu-memory 24GiB --host-memory 128GiB`
 
     `python -m streamgrad plan ./my-model --seq-len 32768 --engine zero3 --gpus 8 --json`
     """

@@ -141,7 +141,13 @@ def estimate(
     load = Workload(shape, rows, seq_len or 1, resident, share)
     longest = _longest(load, card, lambda longer: card.streamed(longer, smallest=True)[1])
     plainly = _longest(load, card, lambda longer: _worst(checkpointing_moments(longer)))
-    load = replace(load, sequence=seq_len or max(longest, 1))
+    if not seq_len and not longest:
+        raise ValueError(
+            f"nothing fits {gpu_memory}: weights, optimizer state and the engine's buffers alone take "
+            f"{sum(resident.values()) / 2**30:.1f} GiB on each GPU. Pass method='lora', optimizer='adamw8bit', an engine that "
+            "shards with more GPUs, or a larger GPU."
+        )
+    load = replace(load, sequence=seq_len or longest)
     reference = objective == "dpo"
     products = (3 if shape.head_trainable else 2) + (objective != "sft")  # log-probabilities make their logits again in backward
     rates = rates or Rates()
