@@ -39,6 +39,14 @@ def test_a_preset_passes_and_the_table_has_every_group():
     assert all(name in result.output for name in (*GROUPS, *KINDS, "Qwen3ForCausalLM"))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["qwen3-8b", "gemma-3-1b", "qwen3-30b-a3b"])
+def test_a_preset_passes_on_a_gpu(name):
+    outcome = check_precision(preset_config(name), device=torch.device("cuda"))
+    assert outcome.passed, outcome.failures
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_passes_in_fp32(family, one_model):
     outcome = check_precision(tiny_config(family), device=CPU)

@@ -232,7 +232,7 @@ def _shapes_are_made_once(monkeypatch):
     memory=st.integers(20, 160),
     host=st.integers(1, 512),
     method=st.sampled_from(["full", "lora"]),
-    offload=st.sampled_from(["auto", "none"]),
+    offload=st.sampled_from(["auto", "none", "host"]),
     batch=st.sampled_from([1, 3]),
 )
 def test_what_is_longer_than_the_longest_does_not_fit(sequence, memory, host, method, offload, batch):
@@ -243,7 +243,7 @@ def test_what_is_longer_than_the_longest_does_not_fit(sequence, memory, host, me
     )  # fmt: skip
     streamed, plain = report.streamed, report.checkpointing
     assert streamed.fits == (sequence <= streamed.longest_tokens) or abs(sequence - streamed.longest_tokens) < 128
-    assert plain.longest_tokens <= streamed.longest_tokens
+    assert plain.longest_tokens <= streamed.longest_tokens or offload == "host"  # of which there may be little
     assert streamed.peak_bytes == sum(streamed.device_bytes.values()) == streamed.plan.peak_bytes
     assert sum(streamed.host_bytes.values()) == pytest.approx(streamed.plan.host_bytes)
     assert set(streamed.device_bytes) | set(streamed.host_bytes) | set(plain.device_bytes) <= set(COMPONENTS)

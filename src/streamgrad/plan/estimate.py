@@ -139,8 +139,8 @@ def estimate(
     gpu_bytes, host_bytes = parse_bytes(gpu_memory), parse_bytes(host_memory)
     card = _Card(gpu_bytes, HOST_SHARE * host_bytes / gpus, keep, offload)
     load = Workload(shape, rows, seq_len or 1, resident, share)
-    longest = _longest(load, card, lambda longer: card.streamed(longer, smallest=True)[1])
-    plainly = _longest(load, card, lambda longer: _worst(checkpointing_moments(longer)))
+    longest = _longest(load, lambda longer: card.holds(*card.streamed(longer, smallest=True)))
+    plainly = _longest(load, lambda longer: card.holds(None, _worst(checkpointing_moments(longer))))
     if not seq_len and not longest:
         raise ValueError(
             f"nothing fits {gpu_memory}: weights, optimizer state and the engine's buffers alone take "
@@ -157,7 +157,7 @@ def estimate(
         device_bytes=moment.parts,
         host_bytes=host_parts(load, plan.policies),
         moment=moment.name,
-        fits=moment.total_bytes <= FILLED * gpu_bytes and plan.host_bytes <= card.host_bytes,
+        fits=card.holds(plan, moment),
         seconds=streamed_seconds(load, plan.policies, rates, head_products=products, reference=reference),
         longest_tokens=longest,
         plan=replace(plan, peak_bytes=moment.total_bytes),
@@ -168,7 +168,7 @@ def estimate(
         device_bytes=moment.parts,
         host_bytes={},
         moment=moment.name,
-        fits=moment.total_bytes <= FILLED * gpu_bytes,
+        fits=card.holds(None, moment),
         seconds=checkpointing_seconds(load, rates, head_products=3 if shape.head_trainable else 2, reference=reference),
         longest_tokens=plainly,
     )
@@ -221,6 +221,10 @@ class _Card:
         )
         return plan, _worst(streamed_moments(load, plan.policies, plan.chunk_size, self._head_rows(load, plan)))
 
+    def holds(self, plan: Plan | None, moment: Moment) -> bool:
+        """Whether the worst moment of a step fits the GPU, and what its plan keeps on the host the host."""
+        return moment.total_bytes <= FILLED * self.device_bytes and (plan is None or plan.host_bytes <= self.host_bytes)
+
     def _held_by_head(self, load: Workload) -> float:
         """As a model with a streamed head announces it to the planner (`models.causal_lm`)."""
         shape = load.shape
@@ -237,10 +241,8 @@ class _Card:
         return min(rows, load.tokens)
 
 
-def _longest(load: Workload, card: _Card, worst: Callable[[Workload], Moment]) -> int:
-    return longest_sequence(
-        lambda tokens: worst(replace(load, sequence=tokens)).total_bytes, FILLED * card.device_bytes, step=128, limit=LONGEST
-    )
+def _longest(load: Workload, fits: Callable[[Workload], bool]) -> int:
+    return longest_sequence(lambda tokens: 0.0 if fits(replace(load, sequence=tokens)) else 1.0, 0.0, step=128, limit=LONGEST)
 
 
 def _worst(moments: list[Moment]) -> Moment:

@@ -67,16 +67,9 @@ class Workload:
 
     @property
     def always(self) -> Parts:
-        """What is there at every moment: the resident parts, token ids, rotary angles, and with adapters the embeddings.
-
-        Those are a leaf of the graph then, made to require a gradient, and a leaf is held until backward reaches it.
-        """
+        """What is there at every moment: the resident parts, token ids and rotary angles."""
         rotary = 2 * self.shape.profile.head_size * self.shape.itemsize
         return _sum(self.resident, {"other": self.tokens * (rotary + _TOKEN_IDS)})
-
-    @property
-    def input_is_leaf(self) -> bool:
-        return self.shape.outside_trainable == 0
 
     @property
     def wider(self) -> float:
@@ -93,8 +86,9 @@ def streamed_moments(load: Workload, policies: Sequence[LayerPolicy], chunk_size
     """Of a streamed step that follows a plan; `head_rows` is the head's chunk."""
     shape, tokens = load.shape, load.tokens
     kept = list(accumulate((_kept(load, policy) for policy in policies), _sum))
-    leaf: Parts = {"hidden states": tokens * shape.profile.costs.input} if load.input_is_leaf and policies[0].on_host else {}
-    always = _sum(load.always, leaf)
+    # With adapters the embeddings are a leaf of the graph, made to require a gradient, and are held until backward reaches it.
+    leaf = shape.outside_trainable == 0 and policies[0].on_host  # else it is the input that the first layer keeps
+    always = _sum(load.always, {"hidden states": tokens * shape.profile.costs.input if leaf else 0.0})
     moments = [Moment("the head", _sum(always, kept[-1], _head(load, head_rows)))]
     for index, policy in enumerate(policies):
         below = _sum(always, kept[index], {"gradients": load.gradients(shape.layers - 1 - index)})
