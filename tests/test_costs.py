@@ -200,3 +200,13 @@ def test_far_below_checkpointing():
     with LiveBytes() as stock:
         step()
     assert peak(1024, 32, keep="input") < stock.peak_bytes / 4
+
+
+def test_layers_that_keep_everything_run_once():
+    """No FLOP of a layer is made twice: three products a weight, as in plain backpropagation, and attention forward once."""
+    model, step = model_and_step(128)
+    streamgrad.enable(model, keep="all", head_chunk_size=32, attention="eager")
+    linear = 3 * 128 * sum(layer_matrices(model).values())
+    attention = (2 + 5) * 128 * 128 * SHAPE["num_attention_heads"] * SHAPE["head_dim"]
+    head = 3 * 127 * SHAPE["hidden_size"] * SHAPE["vocab_size"]
+    assert flops(step) == pytest.approx(2 * (2 * (linear + attention) + head), rel=1e-4)

@@ -8,8 +8,8 @@ logits" (scaling, softcap); the recording must be what `traced_logit_map` saw wh
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,10 +26,10 @@ from streamgrad.core.chunk import SeamError, UnknownSeamAttribute
 from streamgrad.head.cross_entropy import mean_of, summed_cross_entropy
 from streamgrad.head.logits import LogitMap
 from streamgrad.head.module import summed_module_cross_entropy
-from streamgrad.head.rows import SHORTEST_CHUNK, TargetRows, flatten
-from streamgrad.models.forwards import InstalledForward, named_arguments, own_forward, temporary_attribute
-from streamgrad.models.planning import HeadCosts
-from streamgrad.models.support import decoder_layers, modules_outside, sliding_window
+from streamgrad.head.rows import TargetRows, flatten
+from streamgrad.models.forwards import named_arguments, own_forward, temporary_attribute
+from streamgrad.models.planning import head_known_to_decoder
+from streamgrad.models.support import sliding_window
 
 
 @dataclass
@@ -161,7 +161,7 @@ def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream,
     arguments = named_arguments(stock, args, kwargs)
     if arguments.get("labels") is None or not torch.is_grad_enabled():
         return stock(*args, **kwargs)
-    _check_labels(model, arguments)
+    check_labels(model, arguments)
     if not _has_stock_loss(model):
         return stock(*args, **kwargs)
 
@@ -169,7 +169,7 @@ def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream,
     with ExitStack() as restore:
         restore.enter_context(temporary_attribute(job.head, "forward", job.head_forward))
         restore.enter_context(temporary_attribute(model, "_loss_function", job.loss_function))
-        restore.enter_context(_announced_to_decoder(model, job))
+        restore.enter_context(head_known_to_decoder(model, job.head, tokens=job.targets.numel(), config=stream.config))
         try:
             output = stock(*args, **kwargs)
         except SeamError as error:
@@ -224,39 +224,10 @@ class _HeadJob:
             raise SeamError("its forward treats the logits differently from when it was enabled; enable it again")
         return logits["loss"]
 
-    def held_bytes(self) -> float:
-        """At the most, while the head works: hidden states and their gradient, the weight's sum, one chunk of logits."""
-        weight, chunk = next(self.head.parameters()), self.stream.config.head_chunk_size
-        trainable = sum(parameter.numel() for parameter in self.head.parameters() if parameter.requires_grad)
-        tokens, itemsize = self.targets.numel(), weight.element_size()
-        rows = min(tokens, chunk if isinstance(chunk, int) else SHORTEST_CHUNK)
-        return 3 * tokens * weight.shape[-1] * itemsize + trainable * (4 + itemsize) + rows * self._vocabulary() * 2 * itemsize
-
     def _vocabulary(self) -> int:
         # Not by its weight where it can be helped: ZeRO-3 gathers what is read outside of its module's call, for the whole step.
         size = getattr(self.head, "out_features", None)
         return self.head.weight.shape[0] if size is None else size
-
-
-@contextmanager
-def _announced_to_decoder(model: Any, job: _HeadJob) -> Iterator[None]:
-    """Within the block, the decoder's plan knows what the head will need."""
-    decoder = model.get_decoder()
-    installed = InstalledForward.on(decoder)
-    if installed is None:
-        yield
-        return
-    outside = [
-        parameter
-        for module in modules_outside(model, decoder_layers(decoder))
-        for parameter in module._parameters.values()
-        if parameter is not None and parameter.requires_grad and parameter.grad is None
-    ]
-    installed.stream.head = HeadCosts(job.held_bytes(), sum(parameter.nbytes for parameter in dict.fromkeys(outside)))
-    try:
-        yield
-    finally:
-        installed.stream.head = None
 
 
 def _has_stock_loss(model: Any) -> bool:
@@ -272,7 +243,7 @@ def _has_stock_loss(model: Any) -> bool:
     return False
 
 
-def _check_labels(model: Any, arguments: dict[str, Any]) -> None:
+def check_labels(model: Any, arguments: dict[str, Any]) -> None:
     """One label per token, and none on a token that can see no key."""
     tokens = arguments.get("input_ids") if arguments.get("input_ids") is not None else arguments.get("inputs_embeds")
     labels, shifted = arguments.get("labels"), arguments.get("shift_labels")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +26,9 @@ from streamgrad.core.policy import (
 )
 from streamgrad.core.probe import PROBED_TOKENS, measured_costs
 from streamgrad.core.storage import HostStore
+from streamgrad.head.rows import SHORTEST_CHUNK
+from streamgrad.models.forwards import InstalledForward, temporary_attribute
+from streamgrad.models.support import decoder_layers, modules_outside
 
 logger = logging.getLogger("streamgrad")
 
@@ -148,3 +152,32 @@ def _bytes_of(decoder: Any) -> float:
     """On a device whose allocator keeps no count: the decoder's weights and the gradients they have."""
     tensors = [*decoder.parameters(), *decoder.buffers()]
     return sum(tensor.nbytes + (0 if tensor.grad is None else tensor.grad.nbytes) for tensor in tensors)
+
+
+@contextmanager
+def head_known_to_decoder(model: Any, head: nn.Module, *, tokens: int, config: StreamConfig) -> Iterator[None]:
+    """Within the block, the plan of the model's decoder knows what `head`, streamed over `tokens` tokens, will hold afterwards."""
+    decoder = model.get_decoder()
+    installed = InstalledForward.on(decoder)
+    if installed is None:
+        yield
+        return
+    outside = {
+        parameter: parameter.nbytes
+        for module in modules_outside(model, decoder_layers(decoder))
+        for parameter in module._parameters.values()
+        if parameter is not None and parameter.requires_grad and parameter.grad is None
+    }
+    costs = HeadCosts(_head_bytes(head, tokens, config.head_chunk_size), sum(outside.values()))
+    with temporary_attribute(installed.stream, "head", costs):
+        yield
+
+
+def _head_bytes(head: nn.Module, tokens: int, chunk_size: int | str) -> float:
+    """Hidden states, their gradient and a copy of one of them; the weight's sum and gradient; a chunk of logits and of theirs."""
+    weight = next(head.parameters())
+    # By its attributes where it has them: an engine may have taken the weight away and left an empty tensor.
+    width, vocabulary = getattr(head, "in_features", weight.shape[-1]), getattr(head, "out_features", weight.shape[0])
+    trainable = sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
+    rows = min(tokens, chunk_size if isinstance(chunk_size, int) else SHORTEST_CHUNK)
+    return weight.element_size() * (3 * tokens * width + 2 * rows * vocabulary) + trainable * (4 + weight.element_size())

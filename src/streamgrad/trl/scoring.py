@@ -23,12 +23,10 @@ from streamgrad.api import enable, is_enabled
 from streamgrad.config import StreamConfig
 from streamgrad.distributed import make_zero3_leaves
 from streamgrad.head.logits import LogitMap
-from streamgrad.head.rows import SHORTEST_CHUNK
 from streamgrad.head.scores import token_scores
-from streamgrad.models.causal_lm import HeadStream
-from streamgrad.models.forwards import InstalledForward, temporary_attribute
-from streamgrad.models.planning import HeadCosts
-from streamgrad.models.support import decoder_layers
+from streamgrad.models.causal_lm import HeadStream, check_labels
+from streamgrad.models.forwards import InstalledForward, named_arguments, temporary_attribute
+from streamgrad.models.planning import head_known_to_decoder
 
 _IGNORED = -100
 
@@ -80,31 +78,15 @@ class ScoringForward:
             length = targets_BT.shape[1] - 1
         else:
             targets_BT, length = shift_labels, shift_labels.shape[1]
-        with self._known_to_decoder(targets_BT):
-            hidden_BTE = self.model.base_model(*args, **kwargs | {"use_cache": False}).last_hidden_state  # type: ignore[operator]
+        model: Any = self.model
+        given = named_arguments(model.base_model.forward, args, kwargs)
+        check_labels(model, given | {"labels": labels, "shift_labels": shift_labels})
+        with head_known_to_decoder(model, _linear_head(model), tokens=targets_BT.numel(), config=self.scoring.config):
+            hidden_BTE = model.base_model(*args, **kwargs | {"use_cache": False}).last_hidden_state
         scores = {name: score[:, :length] for name, score in self._scores(hidden_BTE, targets_BT).items()}
         mask = (targets_BT != _IGNORED)[:, :length].to(scores["log_probs"].device)
         count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         return FusedCausalLMOutput(loss=-scores["log_probs"].sum() / count, label_mask=mask, **scores)
-
-    @contextmanager
-    def _known_to_decoder(self, targets_BT: Tensor) -> Iterator[None]:
-        """Within the block, a decoder that plans by a memory budget knows what the head will hold when the layers have run."""
-        model: Any = self.model
-        decoder, config = model.get_decoder(), self.scoring.config
-        enabled = InstalledForward.on(decoder)
-        if enabled is None:
-            yield
-            return
-        in_layers = {id(parameter) for layer in decoder_layers(decoder) for parameter in layer.parameters()}
-        others = [p for p in model.parameters() if p.requires_grad and p.grad is None and id(p) not in in_layers]
-        head, tokens = _linear_head(model), targets_BT.numel()
-        itemsize, trainable = head.weight.element_size(), head.weight.numel() if head.weight.requires_grad else 0
-        rows = min(tokens, config.head_chunk_size if isinstance(config.head_chunk_size, int) else SHORTEST_CHUNK)
-        # Hidden states, a cast of them and their gradient; the weight's fp32 sum and gradient; a chunk of logits and of theirs.
-        held = 3 * tokens * head.in_features * itemsize + trainable * (4 + itemsize) + 2 * rows * head.out_features * itemsize
-        with temporary_attribute(enabled.stream, "head", HeadCosts(held, sum(parameter.nbytes for parameter in others))):
-            yield
 
     def _scores(self, hidden_BTE: Tensor, targets_BT: Tensor) -> dict[str, Tensor]:
         """The scores, computed inside the head module's own call: there, engines that shard weights have gathered them."""
