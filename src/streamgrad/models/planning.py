@@ -156,7 +156,7 @@ def _bytes_of(decoder: Any) -> float:
 
 @contextmanager
 def head_known_to_decoder(model: Any, head: nn.Module, *, tokens: int, config: StreamConfig) -> Iterator[None]:
-    """Within the block, the plan of the model's decoder knows what `head`, streamed over `tokens` tokens, will hold afterwards."""
+    """Within the block, the plan of the model's decoder knows what `head`, streamed over `tokens` tokens, will hold."""
     decoder = model.get_decoder()
     installed = InstalledForward.on(decoder)
     if installed is None:
