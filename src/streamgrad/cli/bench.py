@@ -15,10 +15,15 @@ import streamgrad
 from streamgrad.bench import head as head_bench
 from streamgrad.bench import lengths as lengths_bench
 from streamgrad.bench import linear
+from streamgrad.bench import precision as precision_bench
 from streamgrad.bench import step as step_bench
 from streamgrad.bench.records import RESULTS, append_records
+from streamgrad.bench.report import REPORT, write_report
+from streamgrad.check.precision import check_precision
+from streamgrad.cli.check import check_table
 from streamgrad.cli.tables import head_table, linear_table, step_table
 from streamgrad.config import parse_bytes
+from streamgrad.models.presets import config_of
 
 bench = typer.Typer(help="Measure time and memory; each benchmark appends its rows to a file.", no_args_is_help=True)
 
@@ -227,6 +232,42 @@ def bench_max_length(
         command=command,
     )  # fmt: skip
     _run_steps(measured, out)
+
+
+@bench.command("precision")
+def bench_precision(
+    model: Annotated[str, typer.Option(help="A preset.")] = "qwen3-4b",
+    device: Annotated[Device | None, typer.Option(help="Where to run.", show_default="cuda if there is one, else cpu")] = None,
+    out: Annotated[Path, typer.Option(help="The JSON lines file that the row is appended to.")] = precision_bench.RESULTS,
+) -> None:
+    """The paper's table of gradient precision: what `streamgrad check` finds, kept as a record.
+
+    **Examples**
+
+    `python -m streamgrad bench precision --model qwen3-4b --device cpu`
+    """
+    target = _device(device)
+    console = Console()
+    with console.status("Measuring ..."):
+        outcome = check_precision(config_of(model), device=target)
+    append_records(out, [precision_bench.precision_record(model, outcome.to_dict(), target)])
+    console.print(check_table(model, outcome))
+    console.print(f"Record appended to {out}", soft_wrap=True)
+
+
+@bench.command("report")
+def bench_report(
+    results: Annotated[Path, typer.Option(help="The folder that records are in.")] = RESULTS,
+    out: Annotated[Path, typer.Option(help="The report; its plots go into a folder beside it.")] = REPORT,
+) -> None:
+    """Write the report of all records: every table and figure of the paper, ours beside the paper's. Measures nothing.
+
+    **Examples**
+
+    `python -m streamgrad bench report`
+    """
+    for path in write_report(results, out):
+        typer.echo(path)
 
 
 def _device(asked: Device | None) -> torch.device:

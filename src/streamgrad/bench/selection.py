@@ -1,0 +1,88 @@
+"""What the report and its pictures are made from: records read back and chosen, and the paper's figures.
+
+A record is a row of `benchmarks/results/*.jsonl`, as a dictionary. Where a cell was measured more than once, the last row counts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from streamgrad.config import parse_bytes
+
+Record = dict[str, Any]
+Records = dict[str, list[Record]]  # by the name of their file
+
+FILES = ("step", "memory", "max_length", "linear", "precision", "head")
+_AUTOMATIC = ("chunk_size", "keep", "offload")
+
+# Peaks, by their exact number of bytes, that held more than their step. The loop over methods kept the model of the method before
+# (streamgrad's, weights and gradients) on the device until the first length of the next method was done.
+_FAULTY_PEAKS = {33_347_017_728: "liger at 6,000 tokens", 20_560_861_184: "liger-offload at 65,536 tokens"}
+FAULT = "the model measured before was still on the device"
+
+
+def read_records(results: Path) -> Records:
+    """By benchmark, in the order in which they were measured; a file that is not there has no records."""
+    found: Records = {}
+    for name in FILES:
+        path = results / f"{name}.jsonl"
+        found[name] = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    if not any(found.values()):
+        raise ValueError(f"{results} has no records. Pass the folder that `streamgrad bench` appends to, with --results.")
+    return found
+
+
+def read_paper() -> dict[str, Any]:
+    """The paper's figures, under the names of its tables."""
+    return json.loads(resources.files("streamgrad.bench").joinpath("paper.json").read_text())
+
+
+def latest(records: Iterable[Record], *names: str) -> dict[tuple[Any, ...], Record]:
+    """The last record of each combination of the named fields."""
+    return {tuple(record.get(name) for name in names): record for record in records}
+
+
+def automatic_steps(records: Sequence[Record]) -> dict[tuple[str, int], Record]:
+    """By method and length: whole steps of Qwen3-4B with all of the card's memory and no option set."""
+    chosen = [
+        record
+        for record in records
+        if record["model"] == "qwen3-4b"
+        and record["policy"].get("memory_budget") is None
+        and all(record["policy"].get(name, "auto") == "auto" for name in _AUTOMATIC)
+    ]
+    return latest(chosen, "method", "seq_len")
+
+
+def has_faulty_peak(record: Record) -> bool:
+    return record["peak_bytes"] in _FAULTY_PEAKS
+
+
+def slopes(records: Sequence[Record]) -> dict[tuple[str, str], float]:
+    """By model and method, device bytes a token between the shortest and the longest record with a valid peak."""
+    found = {}
+    rows = latest((record for record in records if not has_faulty_peak(record)), "model", "method", "seq_len")
+    for model, method in dict.fromkeys((model, method) for model, method, _ in rows):
+        own = {length: r["peak_bytes"] for (m, k, length), r in rows.items() if (m, k) == (model, method) and r["peak_bytes"]}
+        if len(own) > 1:
+            short, long = min(own), max(own)
+            found[model, method] = (own[long] - own[short]) / (long - short)
+    return found
+
+
+def card_bytes(record: Record) -> int | None:
+    """What the process was allowed to hold, where its command set that."""
+    cap = re.search(r"--gpu-memory (\S+)", record["command"])
+    return parse_bytes(cap[1]) if cap else None
+
+
+def paper_longest(record: Record, table: dict[str, Any]) -> float | None:
+    """Tokens of the paper's StreamBP (SFT) for a record's model and training, where its table has them."""
+    size = record["model"].removeprefix("qwen3-").upper()
+    column = f"{size} {'LoRA' if record['training'] == 'lora' else 'full'}"
+    return 1e3 * table["sft"]["streambp"][table["columns"].index(column)] if column in table["columns"] else None
