@@ -17,6 +17,7 @@ from streamgrad.cli import env as env_command
 from streamgrad.cli.bench import bench
 from streamgrad.cli.check import check
 from streamgrad.cli.plan import plan
+from streamgrad.cli.profile import profile
 from streamgrad.cli.train import train
 
 app = typer.Typer(
@@ -31,6 +32,7 @@ app.add_typer(bench, name="bench")
 app.add_typer(train, name="train")
 app.command()(plan)
 app.command()(check)
+app.command()(profile)
 
 
 def _print_version(asked: bool) -> None:

@@ -48,10 +48,13 @@ class LiveBytes(TorchDispatchMode):
             return
         self._known.add(key)
         size = storage.nbytes() if born_here else 0
+        self.largest = max(self.largest, (size, tuple(tensor.shape)))
+        self._born(key, size)
+        weakref.finalize(storage, self._die, key, size)
+
+    def _born(self, key: int, size: int) -> None:
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        self.largest = max(self.largest, (size, tuple(tensor.shape)))
-        weakref.finalize(storage, self._die, key, size)
 
     def _die(self, key: int, size: int) -> None:
         self._known.discard(key)

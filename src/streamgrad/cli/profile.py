@@ -1,0 +1,143 @@
+"""`streamgrad profile`: one step with gradient checkpointing and one streamed; the recording is in `streamgrad.profile`."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+import streamgrad
+from streamgrad.models.presets import preset_model, preset_names
+from streamgrad.profile.advice import advice
+from streamgrad.profile.categories import Sizes
+from streamgrad.profile.picture import draw, write_page
+from streamgrad.profile.record import Recorder
+from streamgrad.profile.snapshot import SnapshotRecorder
+from streamgrad.profile.timeline import Timeline
+
+CHECKPOINTING, STREAMED = "gradient checkpointing", "streamgrad"
+_CHUNKS = 8
+_JSON_POINTS = 400
+
+
+def profile(
+    model: Annotated[str, typer.Option(help="A preset (qwen3-0.6b), with random weights, or tiny.")] = "tiny",
+    layers: Annotated[int | None, typer.Option(min=1, help="Of a preset: its first layers only.", show_default="all")] = None,
+    seq_len: Annotated[int, typer.Option(min=2, help="Tokens of the one sequence.")] = 2048,
+    chunk_size: Annotated[
+        int | None, typer.Option(min=1, help="Of layers and head, streamed.", show_default="an eighth of the sequence")
+    ] = None,
+    keep: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "input",
+    offload: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "none",
+    device: Annotated[str | None, typer.Option(help="cuda or cpu.", show_default="cuda if there is one, else cpu")] = None,
+    out: Annotated[Path, typer.Option(help="The directory for profile.png and profile.html.")] = Path("out/profile"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print timelines and words as JSON instead of the words.")] = False,
+) -> None:
+    """Where the memory of a training step goes: gradient checkpointing and streaming side by side, over the course of the step.
+
+    Writes a picture and a page with hover and zoom, and says where the peak is and what to change about it. Bytes come from
+    torch's allocator on a GPU and are counted on a CPU. Exits with 0.
+
+    **Examples**
+
+    `python -m streamgrad profile`
+
+    `python -m streamgrad profile --model qwen3-4b --layers 8 --seq-len 16384 --chunk-size 2048 --out out/qwen3`
+    """
+    import matplotlib  # noqa: F401  (missing, it is found before the steps and not after them)
+
+    target = _device(device)
+    if target.type == "cpu":
+        # Threads that wait for a busy core make a small step several times slower.
+        torch.set_num_threads(1)
+    subject = profiled_model(model, layers, target)
+    chunk = chunk_size or math.ceil(seq_len / _CHUNKS)
+    console = Console(stderr=as_json)
+    with console.status("Recording two steps ..."):
+        timelines = record_both(subject, seq_len, target, chunk_size=chunk, head_chunk_size=chunk, keep=keep, offload=offload)
+    words = {name: advice(timeline, streamed=name == STREAMED) for name, timeline in timelines.items()}
+    dtype = str(subject.dtype).removeprefix("torch.")
+    name = f"{model}, {subject.config.num_hidden_layers} layers" if model != "tiny" else "tiny Qwen3-shaped model"
+    title = f"One training step: {name}, {dtype}, {seq_len:,} tokens, chunks of {min(chunk, seq_len):,}, {target.type}"
+    draw(timelines, title, out / "profile.png")
+    write_page(timelines, title, words, out / "profile.html")
+    if as_json:
+        runs = {name: timeline.thinned(_JSON_POINTS).to_dict() | {"words": words[name]} for name, timeline in timelines.items()}
+        files = {"png": str(out / "profile.png"), "html": str(out / "profile.html")}
+        typer.echo(json.dumps({"title": title, "files": files, "runs": runs}, indent=2))
+        return
+    console.print(title, soft_wrap=True)
+    for name, lines in words.items():
+        console.print(f"\n[bold]{name}[/bold]")
+        for line in lines:
+            console.print(f"  {line}", soft_wrap=True)
+    console.print(f"\nPicture: {out / 'profile.png'}\nPage: {out / 'profile.html'}", soft_wrap=True)
+
+
+def profiled_model(name: str, layers: int | None, device: torch.device) -> PreTrainedModel:
+    """Tiny: widths whose proportions are a real model's, with a vocabulary several times as wide as the MLP."""
+    if name != "tiny":
+        if name not in preset_names():
+            raise ValueError(f"--model {name} is not a preset. Pass tiny or one of {', '.join(preset_names())}.")
+        return preset_model(name, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32, layers=layers)
+    if layers is not None:
+        raise ValueError("--layers is for presets; the tiny model has its 4. Leave it out, or pass --model with a preset.")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=1500, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=1 << 20, tie_word_embeddings=True, use_cache=False,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).train().to(device)
+
+
+def record_both(model: PreTrainedModel, tokens: int, device: torch.device, **options: Any) -> dict[str, Timeline]:
+    """The same step twice, on random tokens; `options` are those of `streamgrad.enable`. The model is left as it was found."""
+    ids = torch.randint(model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0)).to(device)
+    model.gradient_checkpointing_enable()
+    try:
+        checkpointing = record(model, ids)
+    finally:
+        model.gradient_checkpointing_disable()
+    streamgrad.enable(model, **options)
+    try:
+        return {CHECKPOINTING: checkpointing, STREAMED: record(model, ids)}
+    finally:
+        streamgrad.disable(model)
+
+
+def record(model: PreTrainedModel, ids: Tensor) -> Timeline:
+    """One forward and backward, with labels, that starts and ends without gradients."""
+    text = model.config.get_text_config()
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    sizes = Sizes.of(
+        model.dtype,
+        tokens=ids.numel(),
+        vocabulary=text.vocab_size,
+        width=text.hidden_size,
+        key_width=head_size * (getattr(text, "num_key_value_heads", None) or text.num_attention_heads),
+    )
+    model.zero_grad(set_to_none=True)
+    if ids.is_cuda:  # what libraries set up at their first use is no part of a step
+        model(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad(set_to_none=True)
+    with SnapshotRecorder(model, sizes, ids.device) if ids.is_cuda else Recorder(model, sizes) as recorder:
+        loss = model(input_ids=ids, labels=ids).loss
+        recorder.backward_begins()
+        loss.backward()
+    timeline = recorder.timeline()
+    model.zero_grad(set_to_none=True)
+    return timeline
+
+
+def _device(name: str | None) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if name not in (None, "cpu", "cuda") or (name == "cuda" and not has_cuda):
+        raise ValueError(f"--device {name} will not do: pass cpu" + (" or cuda." if has_cuda else "; torch sees no GPU."))
+    return torch.device(name or ("cuda" if has_cuda else "cpu"))

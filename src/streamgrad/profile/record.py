@@ -1,0 +1,85 @@
+"""One step, recorded: `with Recorder(model, sizes) as recorder: ...`, then `recorder.timeline()`.
+
+    loss = model(**batch).loss
+    recorder.backward_begins()
+    loss.backward()
+
+On CPU each torch operation is a moment. What kernels make and drop inside an operation is not seen, and what was there before
+the step is counted only where it belongs to the model. `snapshot.SnapshotRecorder` does the same by torch's allocator on a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+
+from streamgrad.profile.categories import Sizes, category_of
+from streamgrad.profile.live import LiveBytes
+from streamgrad.profile.timeline import Ledger, Timeline
+
+# Frames that lie between an operation and the mode that watches it.
+_WATCHERS = ("/torch/_dynamo/", "/torch/_compile.py", "/streamgrad/profile/")
+
+
+class Recorder(LiveBytes):
+    def __init__(self, model: nn.Module, sizes: Sizes) -> None:
+        super().__init__()
+        self._model, self._sizes = model, sizes
+        self._ledger = Ledger()
+        self._operation = 0
+        self._numbers: dict[int, int] = {}  # of the allocations that are alive, by storage
+        for tensor, category in standing_tensors(model):
+            key = tensor.untyped_storage()._cdata
+            if key not in self._known:
+                self._known.add(key)
+                self._numbers[key] = self._ledger.born(0, tensor.untyped_storage().nbytes(), category)
+        self._ledger.step_begins()
+
+    def backward_begins(self) -> None:
+        self._ledger.backward_begins(self._operation)
+
+    def timeline(self) -> Timeline:
+        for parameter in self._model.parameters():
+            if parameter.grad is not None:
+                self._ledger.recognise(self._numbers[parameter.grad.untyped_storage()._cdata], "gradients")
+        return self._ledger.timeline("operations")
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self._operation += 1
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+    def _born(self, key: int, size: int) -> None:
+        super()._born(key, size)
+        if size:
+            self._numbers[key] = self._ledger.born(self._operation, size, category_of(_frames(), size, self._sizes))
+
+    def _die(self, key: int, size: int) -> None:
+        super()._die(key, size)
+        if size:
+            self._ledger.died(self._operation, self._numbers.pop(key))
+
+
+def standing_tensors(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
+    """What a model holds before a step, and what it is."""
+    for parameter in model.parameters():
+        yield parameter, "parameters"
+        if parameter.grad is not None:
+            yield parameter.grad, "gradients"
+    for buffer in model.buffers():
+        yield buffer, "parameters"
+
+
+def _frames() -> list[tuple[str, str]]:
+    """Of the operation at work, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    found: list[tuple[str, str]] = []
+    while frame is not None:
+        file = frame.f_code.co_filename.replace("\\", "/")
+        if found or not any(part in file for part in _WATCHERS):
+            found.append((file, frame.f_code.co_name))
+        frame = frame.f_back
+    return found
