@@ -1,11 +1,11 @@
-# Two commands do all set-up: `make demo` and `make test`.
+# Each command sets up what it needs: `make demo`, `make test`, `make docs`.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # One torch thread a test process: two processes fill two cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint docs format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m streamgrad demo
@@ -18,6 +18,10 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The site, into out/site; a broken link fails it.
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .

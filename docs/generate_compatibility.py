@@ -1,0 +1,94 @@
+"""Write docs/compatibility.md from the test matrix: `python docs/generate_compatibility.py`.
+
+Which families are streamed and which are refused is what tests/test_all_families.py holds the library to. The reasons are the
+library's own: each refused family is built small and enabled here, and its error is read.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from pathlib import Path
+
+import transformers
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs/compatibility.md"
+sys.path.insert(0, str(ROOT / "tests"))
+
+import streamgrad  # noqa: E402
+import test_all_families as matrix  # noqa: E402
+from gradients import run_step  # noqa: E402
+from tiny import FAMILIES  # noqa: E402
+
+
+def page() -> str:
+    by_reason: dict[str, list[str]] = {}
+    for family in sorted(matrix.REFUSED):
+        by_reason.setdefault(refusal(family), []).append(family)
+    refused = "\n".join(
+        f"| {reason} | {names(families)} |" for reason, families in sorted(by_reason.items(), key=lambda item: -len(item[1]))
+    )
+    skipped = "\n".join(f"| {family} | {reason} |" for family, reason in sorted(matrix.SKIPPED.items()))
+    return f"""# Compatibility
+
+Families of transformers' `AutoModelForCausalLM`, by model type, as tested with transformers {transformers.__version__}. This
+page is written by [docs/generate_compatibility.py](generate_compatibility.py) from the tests.
+
+A family that is not here, or whose code changed with a newer transformers, is either streamed or refused with the reason. To see
+whether your model is exact on your machine, run `python -m streamgrad check MODEL`.
+
+## Streamed, with every kind of batch
+
+{len(FAMILIES)} families, each with padded, packed and masked batches, full training and LoRA, at several chunk sizes
+([tests/test_exact_gradients.py](../tests/test_exact_gradients.py)): {names(FAMILIES)}.
+
+## Streamed
+
+{len(matrix.STREAMED)} families, those above among them, each with a plain and a padded batch: loss and gradients equal plain
+backpropagation's in float64 ([tests/test_all_families.py](../tests/test_all_families.py)): {names(matrix.STREAMED)}.
+
+Composite models (text with images or sound) were given text alone.
+
+## Refused
+
+{len(matrix.REFUSED)} families. `streamgrad.enable`, or the first forward pass, raises a `ValueError` with this reason; nothing is
+computed wrongly.
+
+| reason | families |
+|---|---|
+{refused}
+
+## Not built by the tests
+
+| family | why |
+|---|---|
+{skipped}
+"""
+
+
+def names(families) -> str:
+    return ", ".join(f"`{family}`" for family in sorted(families))
+
+
+def refusal(family: str) -> str:
+    """The library's reason, without the names of classes that would make every family's a reason of its own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = matrix.small_model(family)
+        try:
+            streamgrad.enable(model, chunk_size=5, head_chunk_size=7)
+            run_step(model, matrix.batches()[0])
+        except ValueError as error:
+            _, found, reason = str(error).partition(" cannot be streamed: ")
+            if not found:
+                raise
+        else:
+            raise AssertionError(f"{family} is streamed, but tests/test_all_families.py has it among the refused")
+    reason = re.sub(r"\.( Call streamgrad.disable.*)?$", "", reason)
+    return re.sub(r"^\w+, which get_decoder\(\) returns,", "what `get_decoder()` returns", reason)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
