@@ -6,30 +6,21 @@ from streamgrad.profile.timeline import Timeline
 
 _WORTH_NAMING = 0.01
 
-# What lowers each category: in a step that is not streamed, and in one that is.
+# What lowers each category.
 _REMEDIES = {
-    "parameters": (_SHARD := "shard them over GPUs (ZeRO-3, FSDP2), or load them in fewer bits and train adapters", _SHARD),
-    "gradients": (_FEWER := "train adapters (LoRA), or shard them over GPUs (ZeRO-2, ZeRO-3, FSDP2)", _FEWER),
-    "kept inputs": (
-        "streamgrad.enable(model, offload='host') keeps layers' inputs in host memory",
-        "offload='host' moves them to host memory (on a GPU), and keep='input' keeps the least",
-    ),
-    "keys and values": (
-        "streamgrad.enable(model) holds those of one layer at a time",
-        "they grow with the sequence and are there for one layer only: a shorter sequence, or fewer sequences in a batch",
-    ),
-    "activations": (
-        "streamgrad.enable(model) makes them for one chunk of a layer instead of all its tokens",
-        "a smaller chunk_size: half as many tokens in a chunk, half as many bytes here",
-    ),
-    "logits": (
-        "streamgrad.enable(model) makes logits for one chunk of tokens at a time",
-        "a smaller head_chunk_size: half as many tokens at a time, half as many bytes here",
-    ),
-    "other": (
-        _SHORTER := "hidden states between layers and their gradients are as long as the batch: fewer tokens at a time",
-        _SHORTER,
-    ),
+    "parameters": "shard them over GPUs (ZeRO-3, FSDP2), or load them in fewer bits and train adapters",
+    "gradients": "train adapters (LoRA), or shard them over GPUs (ZeRO-2, ZeRO-3, FSDP2)",
+    "kept inputs": "offload='host' moves them to host memory (on a GPU), and keep='input' keeps the least",
+    "keys and values": "they are there for one layer at a time and grow with the sequence; keep='input' keeps none of them",
+    "activations": "a smaller chunk_size; they shrink with the chunk",
+    "logits": "a smaller head_chunk_size; they shrink with it",
+    "other": "hidden states between layers and their gradients are as long as the batch: fewer tokens at a time",
+}
+# The same for a step that is not streamed, where it differs.
+_WITHOUT_STREAMING = {
+    "kept inputs": "streamgrad.enable(model, offload='host') keeps them in host memory (on a GPU)",
+    "activations": "streamgrad.enable(model) makes them for one chunk of a layer instead of all its tokens",
+    "logits": "streamgrad.enable(model) makes them for one chunk of tokens at a time",
 }
 
 
@@ -43,13 +34,12 @@ def advice(timeline: Timeline, *, streamed: bool) -> list[str]:
     else:
         moment = f"operation {timeline.times[index]:,.0f} of {timeline.times[-1]:,.0f}"
     lines = [f"Peak: {as_bytes(peak)} in {timeline.phase(index)} ({moment}): {shares}."]
+    remedies = _REMEDIES if streamed else _REMEDIES | _WITHOUT_STREAMING
     rest = timeline
-    for next_one in ("", "Then "):
+    for begin in ("To lower", "Then"):
         name = rest.largest_part(rest.peak_index)
         rest = rest.without(name)
-        lines.append(
-            f"{next_one}{name}: {_REMEDIES[name][streamed]}. With none at all, the peak would be {as_bytes(rest.peak_bytes)}."
-        )
+        lines.append(f"{begin} {name}: {remedies[name]}. With none at all, the peak would be {as_bytes(rest.peak_bytes)}.")
     return lines
 
 

@@ -21,8 +21,8 @@ from streamgrad.profile.categories import Sizes, category_of
 from streamgrad.profile.live import LiveBytes
 from streamgrad.profile.timeline import Ledger, Timeline
 
-# Frames that lie between an operation and the mode that watches it.
-_WATCHERS = ("/torch/_dynamo/", "/torch/_compile.py", "/streamgrad/profile/")
+# Frames of torch that lie between an operation and the mode that watches it.
+_BETWEEN = ("/torch/_dynamo/", "/torch/_compile.py")
 
 
 class Recorder(LiveBytes):
@@ -31,6 +31,7 @@ class Recorder(LiveBytes):
         self._model, self._sizes = model, sizes
         self._ledger = Ledger()
         self._operation = 0
+        self._caller: FrameType | None = None
         self._numbers: dict[int, int] = {}  # of the allocations that are alive, by storage
         for tensor, category in standing_tensors(model):
             key = tensor.untyped_storage()._cdata
@@ -50,12 +51,16 @@ class Recorder(LiveBytes):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         self._operation += 1
-        return super().__torch_dispatch__(function, types, args, kwargs)
+        self._caller = sys._getframe(1)
+        try:
+            return super().__torch_dispatch__(function, types, args, kwargs)
+        finally:
+            self._caller = None  # or its tensors would live on
 
     def _born(self, key: int, size: int) -> None:
         super()._born(key, size)
         if size:
-            self._numbers[key] = self._ledger.born(self._operation, size, category_of(_frames(), size, self._sizes))
+            self._numbers[key] = self._ledger.born(self._operation, size, category_of(_frames(self._caller), size, self._sizes))
 
     def _die(self, key: int, size: int) -> None:
         super()._die(key, size)
@@ -73,13 +78,12 @@ def standing_tensors(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
         yield buffer, "parameters"
 
 
-def _frames() -> list[tuple[str, str]]:
-    """Of the operation at work, the innermost first."""
-    frame: FrameType | None = sys._getframe(1)
+def _frames(frame: FrameType | None) -> list[tuple[str, str]]:
+    """Of whatever called an operation, the innermost first."""
     found: list[tuple[str, str]] = []
     while frame is not None:
         file = frame.f_code.co_filename.replace("\\", "/")
-        if found or not any(part in file for part in _WATCHERS):
+        if found or not any(part in file for part in _BETWEEN):
             found.append((file, frame.f_code.co_name))
         frame = frame.f_back
     return found

@@ -116,24 +116,23 @@ class Ledger:
         self._backward_at = len(self._events), time
 
     def timeline(self, unit: str) -> Timeline:
-        """A point for each moment, with the largest state in it: what dies and is born within one moment counts together."""
+        """A point for what was there before, one for the largest state of each moment of the step, and one for its end."""
         if self._step_at is None or self._backward_at is None:
             raise ValueError("the recorded step has no backward pass: call recorder.backward_begins() between the two passes.")
         categories = self._with_kept(self._step_at, self._backward_at[0])
         now = dict.fromkeys(CATEGORIES, 0)
-        times: list[float] = []
-        states: list[tuple[int, ...]] = []
-        for position, (time, number, sign) in enumerate(self._events):
+        for _, number, sign in self._events[: self._step_at]:
             now[categories[number]] += sign * self._sizes[number]
-            if position + 1 < self._step_at:
-                continue  # one point for all that was there before
+        times, states = [0.0], [tuple(now.values())]
+        for time, number, sign in self._events[self._step_at :]:
+            now[categories[number]] += sign * self._sizes[number]
             state = tuple(now.values())
-            if times and times[-1] == time:
+            if len(times) > 1 and times[-1] == time:
                 states[-1] = max(states[-1], state, key=sum)
             else:
                 times.append(time)
                 states.append(state)
-        # The last moment's largest state is not how the step ends.
+        # How the step ends is not the largest state of its last moment.
         times.append(times[-1])
         states.append(tuple(now.values()))
         parts = dict(zip(CATEGORIES, zip(*states, strict=True), strict=True))
@@ -144,6 +143,7 @@ class Ledger:
         dead = {number for _, number, sign in self._events[:backward_at] if sign < 0}
         categories = list(self._categories)
         for number in made:
-            if number not in dead and categories[number] not in _NOT_KEPT:
+            # A negative size is the death of something that was there before.
+            if number not in dead and categories[number] not in _NOT_KEPT and self._sizes[number] > 0:
                 categories[number] = "kept inputs"
         return categories
