@@ -126,6 +126,20 @@ def test_the_performance_notes_have_the_records_steps(records):
     assert compared == 5 * 3 + 4 * 2
 
 
+def test_the_performance_notes_have_the_records_lengths(records):
+    text = (ROOT / "docs/performance.md").read_text()
+    for record in latest(records["max_length"], "model", "training", "seq_len").values():
+        assert f"{record['seq_len']:,}: {record['peak_bytes'] / 1e9:.1f} GB" in text
+
+
+def test_readme_names_the_records_hardware_and_versions(records):
+    text = " ".join((ROOT / "README.md").read_text().split())
+    for record in automatic_steps(records["step"]).values():
+        found = {name: ".".join(version.split(".")[:2]) for name, version in record["versions"].items()}
+        liger = record["versions"]["liger-kernel"]
+        assert f"{record['device']} (torch {found['torch']}, transformers {found['transformers']}, Liger {liger})" in text
+
+
 def record_cell(record: dict) -> str:
     if record["step_ms"] is None:
         return record["error"]

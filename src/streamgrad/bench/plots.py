@@ -70,12 +70,12 @@ def _time(records: Records, paper: dict[str, Any]) -> Any:
     axes.set_xticks([], minor=True)
     axes.set_yticks([0.3, 1, 3, 10, 30], ["0.3", "1", "3", "10", "30"])
     axes.set_yticks([], minor=True)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=9)
     return figure
 
 
 def _memory(records: Records, paper: dict[str, Any]) -> Any:
-    figure, (whole, cut) = _figure(2, 5.6)
+    figure, (whole, cut) = _figure(2, 4.7)
     for method, rows in _by_method(automatic_steps(records["step"])).items():
         whole.plot(*_measured(rows, "peak_bytes", 1e9), "o-", color=_COLORS[method], label=_NAMES[method])
     whole.set(title="Qwen3-4B, no limit below the card's", xlabel="tokens (thousands)", ylabel="peak device memory (GB)")
@@ -87,19 +87,17 @@ def _memory(records: Records, paper: dict[str, Any]) -> Any:
             cost = f": {costs[model, method] / 1e3:.0f} KB a token" if (model, method) in costs else ""
             label = f"{_NAMES[method]}{cost}"
             cut.plot(*_measured(rows, "peak_bytes", 1e9), "o-", color=_COLORS[method], label=label)
-    cut.set(
-        title="Qwen3-8B cut to 2 layers, layer inputs on the host", xlabel="tokens (thousands)", ylabel="peak device memory (GB)"
-    )
+    cut.set(title="Qwen3-8B cut to 2 layers, inputs on the host", xlabel="tokens (thousands)", ylabel="peak device memory (GB)")
     for axes in (whole, cut):
         top = axes.get_ylim()[1]
         axes.set_xlim(left=0)
         axes.set_ylim(0, 1.25 * top)
-        axes.legend(frameon=False, fontsize=8, loc="upper left")
+        axes.legend(frameon=False, fontsize=9, loc="upper left")
     return figure
 
 
 def _max_length(records: Records, paper: dict[str, Any]) -> Any:
-    figure, (axes,) = _figure(width=8.5)
+    figure, (axes,) = _figure(width=8.6)
     theirs = paper["max_sequence_length_thousands"]
     ours: dict[bool, dict[int, float]] = {False: {}, True: {}}  # by whether inputs are on the host
     places = {round(1e3 * tokens): place for place, tokens in enumerate(theirs["sft"]["streambp"])}
@@ -120,37 +118,38 @@ def _max_length(records: Records, paper: dict[str, Any]) -> Any:
         centers = [place + (shift - 1.5) * width for place in heights]
         axes.bar(centers, list(heights.values()), 0.9 * width, color=color, label=label)
         for center, height in zip(centers, heights.values(), strict=True):
-            axes.text(center, height, f"{height:.0f}", ha="center", va="bottom", fontsize=7)
+            axes.text(center, height, f"{height:.0f}", ha="center", va="bottom", fontsize=8)
     axes.set_xticks(range(len(theirs["columns"])), ["Qwen3-" + name.replace(" ", "\n") for name in theirs["columns"]])
     axes.set(ylabel="tokens (thousands)", title="SFT, one sequence, 80 GB (ours with fewer layers and ballast for the others)")
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=9)
     return figure
 
 
 def _linear(records: Records, paper: dict[str, Any]) -> Any:
-    figure, (memory, time) = _figure(2, 5.0)
+    figure, (memory, time) = _figure(2, 4.6)
     theirs = paper["linear_example"]
     large = latest((r for r in records["linear"] if r["shape"]["rows"] == 1_000_000), "partitions")
     rows = {parts: record for (parts,), record in large.items() if record["step_ms"] is not None}
     places = {parts: place for place, parts in enumerate(theirs["partitions"])}
+    devices = ", ".join(dict.fromkeys(record["device"].removeprefix("NVIDIA ") for record in large.values()))
     memory.plot(list(places.values()), theirs["intermediate_gb"], **_PAPER, label="paper: intermediate")
     time.plot(list(places.values()), theirs["seconds"], **_PAPER, label="paper (A800)")
     for axes, field, unit, label in (
         (memory, "peak_bytes", 1e9, "ours: above inputs, gradients included"),
-        (time, "step_ms", 1e3, "ours (H200)"),
+        (time, "step_ms", 1e3, f"ours ({devices})"),
     ):
         heights = [record[field] / unit for record in rows.values()]
         axes.plot([places[parts] for parts in rows], heights, "o-", color="tab:blue", label=label)
         axes.set_xticks(list(places.values()), ["standard" if parts == 1 else str(parts) for parts in places])
         axes.set_xlabel("partitions of the rows of X")
         axes.set_ylim(bottom=0)
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=9)
     memory.set(ylabel="memory (GB)", title="Memory")
     time.set(ylabel="time (s)", title="Time")
     for (parts,), record in large.items():
         if record["error"]:
             for axes in (memory, time):
-                axes.annotate(f"ours: {record['error']}", (places[parts], 0), (4, 6), textcoords="offset points", fontsize=8)
+                axes.annotate(f"ours: {record['error']}", (places[parts], 0), (4, 6), textcoords="offset points", fontsize=9)
     return figure
 
 

@@ -10,8 +10,10 @@ import re
 from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from streamgrad.bench.lengths import slope_bytes
 from streamgrad.config import parse_bytes
 
 Record = dict[str, Any]
@@ -65,14 +67,12 @@ def has_faulty_peak(record: Record) -> bool:
 
 def slopes(records: Sequence[Record]) -> dict[tuple[str, str], float]:
     """By model and method, device bytes a token between the shortest and the longest record with a valid peak."""
-    found = {}
-    rows = latest((record for record in records if not has_faulty_peak(record)), "model", "method", "seq_len")
-    for model, method in dict.fromkeys((model, method) for model, method, _ in rows):
-        own = {length: r["peak_bytes"] for (m, k, length), r in rows.items() if (m, k) == (model, method) and r["peak_bytes"]}
-        if len(own) > 1:
-            short, long = min(own), max(own)
-            found[model, method] = (own[long] - own[short]) / (long - short)
-    return found
+    groups: dict[tuple[str, str], list[Any]] = {}
+    for (model, method, _), record in latest(records, "model", "method", "seq_len").items():
+        if not has_faulty_peak(record):
+            groups.setdefault((model, method), []).append(SimpleNamespace(**record))
+    found = {key: slope_bytes(rows) for key, rows in groups.items()}
+    return {key: slope for key, slope in found.items() if slope is not None}
 
 
 def card_bytes(record: Record) -> int | None:
