@@ -16,10 +16,8 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 import streamgrad
 from streamgrad.models.presets import preset_model, preset_names
 from streamgrad.profile.advice import advice
-from streamgrad.profile.categories import Sizes
 from streamgrad.profile.picture import draw, write_page
-from streamgrad.profile.record import Recorder
-from streamgrad.profile.snapshot import SnapshotRecorder
+from streamgrad.profile.snapshot import recorder_for
 from streamgrad.profile.timeline import Timeline
 
 CHECKPOINTING, STREAMED = "gradient checkpointing", "streamgrad"
@@ -114,20 +112,11 @@ def record_both(model: PreTrainedModel, tokens: int, device: torch.device, **opt
 
 def record(model: PreTrainedModel, ids: Tensor) -> Timeline:
     """One forward and backward, with labels, that starts and ends without gradients."""
-    text = model.config.get_text_config()
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    sizes = Sizes.of(
-        model.dtype,
-        tokens=ids.numel(),
-        vocabulary=text.vocab_size,
-        width=text.hidden_size,
-        key_width=head_size * (getattr(text, "num_key_value_heads", None) or text.num_attention_heads),
-    )
     model.zero_grad(set_to_none=True)
     if ids.is_cuda:  # what libraries set up at their first use is no part of a step
         model(input_ids=ids, labels=ids).loss.backward()
         model.zero_grad(set_to_none=True)
-    with SnapshotRecorder(model, sizes, ids.device) if ids.is_cuda else Recorder(model, sizes) as recorder:
+    with recorder_for(model, ids.numel()) as recorder:
         loss = model(input_ids=ids, labels=ids).loss
         recorder.backward_begins()
         loss.backward()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -39,6 +40,15 @@ class Sizes:
         items = {dtype.itemsize, accumulator_dtype(dtype).itemsize}
         numbers = (tokens * vocabulary, vocabulary * width, tokens * key_width)
         return cls(*(frozenset(number * item for item in items) for number in numbers))
+
+    @classmethod
+    def of_model(cls, model: Any, tokens: int) -> Sizes:
+        """By the configuration of a Hugging Face model."""
+        text = model.config.get_text_config(decoder=True)
+        heads = text.num_attention_heads
+        head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
+        key_width = head_size * (getattr(text, "num_key_value_heads", None) or heads)
+        return cls.of(model.dtype, tokens=tokens, vocabulary=text.vocab_size, width=text.hidden_size, key_width=key_width)
 
 
 def category_of(frames: Frames, size: int, sizes: Sizes) -> str:

@@ -1,10 +1,10 @@
-"""One step, recorded: `with Recorder(model, sizes) as recorder: ...`, then `recorder.timeline()`.
+"""One step, recorded on a CPU: `with Recorder(model, sizes) as recorder: ...`, then `recorder.timeline()`.
 
     loss = model(**batch).loss
     recorder.backward_begins()
     loss.backward()
 
-On CPU each torch operation is a moment. What kernels make and drop inside an operation is not seen, and what was there before
+Each torch operation is a moment. What kernels make and drop inside an operation is not seen, and what was there before
 the step is counted only where it belongs to the model. `snapshot.SnapshotRecorder` does the same by torch's allocator on a GPU.
 """
 

@@ -13,8 +13,14 @@ import torch
 from torch import nn
 
 from streamgrad.profile.categories import Sizes, category_of
-from streamgrad.profile.record import standing_tensors
+from streamgrad.profile.record import Recorder, standing_tensors
 from streamgrad.profile.timeline import Ledger, Timeline
+
+
+def recorder_for(model: Any, tokens: int) -> Recorder | SnapshotRecorder:
+    """The recorder of a step of a Hugging Face model on a batch of `tokens` in all, for the device that the model is on."""
+    sizes = Sizes.of_model(model, tokens)
+    return SnapshotRecorder(model, sizes, model.device) if model.device.type == "cuda" else Recorder(model, sizes)
 
 
 class SnapshotRecorder:
