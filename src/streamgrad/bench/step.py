@@ -65,7 +65,7 @@ def measure_steps(
     config: StreamConfig,
     runs: int,
     command: str,
-    warm_ups: int = 2,
+    warm_ups: int = 4,
     layers: int | None = None,
     training: str = "full",
     kernels: bool = False,
@@ -127,7 +127,7 @@ def measure_steps(
             del weight
             if installed:
                 streamgrad.disable(network)
-        del network
+        network = installed = None  # or the next method would be measured beside this model
 
 
 def peaks_in(path: Path, *, method: str, model: str, lengths: Sequence[int]) -> dict[int, int]:
@@ -157,8 +157,8 @@ def _step_of(network: Any, ids: torch.Tensor) -> Callable[[], None]:
 def _measure(step: Callable[[], None], device: torch.device, runs: int, *, warm_ups: int, kernels: bool) -> dict[str, Any]:
     """The measurements of a `StepRecord`.
 
-    Two steps warm up, unless the caller knows better: kernels are chosen and compiled in the first, and the allocator has settled
-    after the second.
+    Four steps warm up, unless the caller knows better: kernels are compiled in the first, the allocator has settled after the
+    second, and by the fourth a shape of a few thousand tokens has been given to the kernel that it will stay with.
     """
     clear_memory()
     torch.cuda.reset_peak_memory_stats(device)

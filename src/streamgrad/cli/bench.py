@@ -129,7 +129,7 @@ def bench_step(
         str | None, typer.Option(help="As for streamgrad.enable; `liger`: at each length what liger took there, by the records.")
     ] = None,
     kernels: Annotated[bool, typer.Option(help="Profile one more step of streamgrad's: kernel time by kind.")] = False,
-    warm_ups: Annotated[int, typer.Option(min=0, help="Steps before those that are timed.")] = 2,
+    warm_ups: Annotated[int, typer.Option(min=0, help="Steps before those that are timed: kernels settle in them.")] = 4,
     runs: Annotated[int, typer.Option(min=1, help="Timed steps after the warm-up; the median counts.")] = 3,
     out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = RESULTS / "step.jsonl",
 ) -> None:
@@ -150,7 +150,7 @@ def bench_step(
     command = f"python -m streamgrad bench step --model {model} --seq {seq} --methods {methods} --runs {runs}"
     command += "".join(f" --{name.replace('_', '-')} {value}" for name, value in options.items() if value != "auto")
     command += "" if memory_budget is None else f" --memory-budget {memory_budget}"
-    command += (" --kernels" if kernels else "") + (f" --warm-ups {warm_ups}" if warm_ups != 2 else "")
+    command += (" --kernels" if kernels else "") + (f" --warm-ups {warm_ups}" if warm_ups != 4 else "")
     options["chunk_size"] = int(chunk_size) if chunk_size.isdecimal() else chunk_size
     budgets = step_bench.peaks_in(out, method="liger", model=model, lengths=lengths) if memory_budget == "liger" else None
     config = streamgrad.StreamConfig(**options, memory_budget=None if budgets else memory_budget)
