@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 import streamgrad
+from lora import with_lora
 from streamgrad.cli.app import app
 from streamgrad.cli.profile import CHECKPOINTING, STREAMED, record, record_both
 from streamgrad.profile import record as recording
@@ -20,7 +21,7 @@ from streamgrad.profile.categories import Sizes, category_of
 from streamgrad.profile.live import LiveBytes
 from streamgrad.profile.picture import write_page
 from streamgrad.profile.record import Recorder
-from streamgrad.profile.snapshot import timeline_of_trace
+from streamgrad.profile.snapshot import recorder_for, timeline_of_trace
 from streamgrad.profile.timeline import CATEGORIES, Ledger, Timeline
 from tiny import tiny_model
 
@@ -141,6 +142,36 @@ def test_parameters_and_gradients(dtype):
         assert timeline.parts["gradients"][0] == 0 and timeline.parts["gradients"][-1] == weights
     assert all(p.grad is None for p in model.parameters()) and not streamgrad.is_enabled(model)
     assert not model.is_gradient_checkpointing
+
+
+def test_sums_of_gradients_are_gradients():
+    """They are fp32: the head's, which forward makes, and a layer's, beside what becomes of them in 16 bits."""
+    model = model_of(dtype=torch.bfloat16)
+    timeline = record_both(model, T, CPU, **OPTIONS)[STREAMED]
+    assert in_pass(timeline, "forward", "gradients")[-1] == V * E * 4
+    linear = sum(p.numel() for p in model.model.layers[0].parameters() if p.ndim == 2)
+    assert max(timeline.parts["gradients"]) - timeline.parts["gradients"][-1] >= 4 * linear
+
+
+def test_gradients_that_were_there_before_are_counted_once():
+    model = model_of()
+    ids = torch.randint(V, (1, T))
+    streamgrad.enable(model, **OPTIONS)
+    model(input_ids=ids, labels=ids).loss.backward()
+    with recorder_for(model, tokens=T) as recorder:
+        loss = model(input_ids=ids, labels=ids).loss
+        recorder.backward_begins()
+        loss.backward()
+    gradients = recorder.timeline().parts["gradients"]
+    assert gradients[0] == gradients[-1] == sum(p.grad.nbytes for p in model.parameters())
+
+
+def test_adapters_are_what_is_trained():
+    """LoRA: gradients of the adapters alone, and none of the head's."""
+    model = with_lora(model_of())
+    timeline = record(model, torch.randint(V, (1, T)))
+    assert timeline.parts["gradients"][-1] == sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    assert timeline.parts["parameters"][0] == sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
 
 
 def test_a_layer_more_keeps_one_input_more(both):

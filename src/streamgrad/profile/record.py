@@ -33,12 +33,16 @@ class Recorder(LiveBytes):
         self._operation = 0
         self._caller: FrameType | None = None
         self._numbers: dict[int, int] = {}  # of the allocations that are alive, by storage
-        for tensor, category in standing_tensors(model):
+
+    def __enter__(self) -> Recorder:
+        for tensor, category in standing_tensors(self._model):
             key = tensor.untyped_storage()._cdata
             if key not in self._known:
                 self._known.add(key)
                 self._numbers[key] = self._ledger.born(0, tensor.untyped_storage().nbytes(), category)
         self._ledger.step_begins()
+        super().__enter__()
+        return self
 
     def backward_begins(self) -> None:
         self._ledger.backward_begins(self._operation)
