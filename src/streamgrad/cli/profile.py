@@ -62,7 +62,8 @@ def profile(
         timelines = record_both(subject, seq_len, target, chunk_size=chunk, head_chunk_size=chunk, keep=keep, offload=offload)
     words = {name: advice(timeline, streamed=name == STREAMED) for name, timeline in timelines.items()}
     dtype = str(subject.dtype).removeprefix("torch.")
-    name = f"{model}, {subject.config.num_hidden_layers} layers" if model != "tiny" else "tiny Qwen3-shaped model"
+    count = subject.config.get_text_config().num_hidden_layers
+    name = "tiny Qwen3-shaped model" if model == "tiny" else f"{model}, {count} layer{'s' if count > 1 else ''}"
     title = f"One training step: {name}, {dtype}, {seq_len:,} tokens, chunks of {min(chunk, seq_len):,}, {target.type}"
     draw(timelines, title, out / "profile.png")
     write_page(timelines, title, words, out / "profile.html")
