@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def test_from_everything_to_the_smallest():
 
 def test_without_room_there_is_the_smallest_plan_and_a_no():
     plan, fits = plan_of(400_000, 9 * GB, host=80 * GB)
-    assert not fits and plan.chunk_size == 1024 and plan.host_bytes <= 80 * GB
+    assert not fits and plan.chunk_size == 256 and plan.host_bytes <= 80 * GB
     plan, fits = plan_of(400_000, 200 * GB, keep="attention", offload="host", host=1 * GB)
     assert not fits and plan.host_bytes > 1 * GB
 
@@ -162,12 +163,15 @@ def test_a_step_fills_its_budget_and_does_not_exceed_it():
     assert ("all",) in seen and len(seen) >= 3, seen
 
 
-def test_a_budget_that_cannot_hold_a_step_says_what_would_fit():
+@pytest.mark.parametrize("chunk_size", [128, "auto"])
+def test_a_budget_that_cannot_hold_a_step_says_what_would_fit(chunk_size):
     model = tiny_model("llama", dtype=torch.float32, **SHAPE)
     ids = tokens(1, LENGTH)
-    streamgrad.enable(model, memory_budget="5MB", head_chunk_size=64, chunk_size=128)
-    with pytest.raises(ValueError, match=r"cannot hold 1 x 1024 tokens.*About \d+ tokens a sequence would fit"):
+    streamgrad.enable(model, memory_budget="5MB", head_chunk_size=64, chunk_size=chunk_size)
+    with pytest.raises(ValueError, match=r"cannot hold 1 x 1024 tokens.*MiB are needed.*tokens a sequence would fit") as error:
         model(input_ids=ids, labels=ids)
+    longest = int(re.search(r"About (\d+) tokens", str(error.value))[1])
+    model(input_ids=ids[:, :longest], labels=ids[:, :longest]).loss.backward()
 
 
 def test_measuring_a_layer_leaves_no_trace():

@@ -84,3 +84,16 @@ def test_gradients_of_float32_regions_are_float32_under_autocast():
     for name, gradient in expected.items():
         if "mlp" in name:
             assert relative_error(actual[name], gradient) < 1e-5, name
+
+
+@pytest.mark.parametrize(
+    "name", ["lm_head.weight", "model.norm.weight", "model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"]
+)
+@pytest.mark.parametrize("keep", ["input", "all"])
+def test_gradients_of_gradients_are_refused(name, keep):
+    """With create_graph=True a gradient without a graph would be taken for a constant."""
+    model = tiny_model("llama", tie_word_embeddings=False)
+    streamgrad.enable(model, keep=keep, chunk_size=7)
+    loss = model(**batches.plain(model)).loss
+    with pytest.raises(RuntimeError, match=r"create_graph=True.*streamgrad.disable"):
+        torch.autograd.grad(loss, model.get_parameter(name), create_graph=True)

@@ -18,12 +18,13 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2*
 def parse_bytes(value: int | float | str) -> int:
     """`80GiB`, `"79.5 GB"` or a number of bytes."""
     match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
-    unit = _UNITS.get((match[2] or "B").upper()) if match else None
+    unit = _UNITS.get(match[2].upper()) if match else None
     try:
-        count = float(match[1]) * unit if match and unit else float(value)
+        # A number in a string needs a unit: "80" would be 80 bytes.
+        count = float(match[1]) * unit if match and unit else float("nan" if isinstance(value, str) else value)
     except (TypeError, ValueError):
         count = -1.0
-    if count <= 0 or isinstance(value, bool):
+    if not 0 < count < float("inf") or isinstance(value, bool):
         raise ValueError(
             f"{value!r} is not an amount of memory. Pass bytes, or a number with a unit, such as '80GiB' or '79.5 GB'."
         )

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from streamgrad.attention.backends import Block, choose, run_or_replace
 from streamgrad.attention.masks import CausalMask, DenseMask
 from streamgrad.core.chunk import KEYS_AT_ONCE, Attended, Chunk, KeyValueStream, SeamError
+from streamgrad.core.first_order import first_order_only
 from streamgrad.core.sums import as_sum
 
 
@@ -93,7 +93,7 @@ class _StreamedAttention(torch.autograd.Function):
         return out_BHLD
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, dout_BHLD: Tensor) -> tuple[Tensor | None, ...]:
         query_BHLD, out_BHLD, lse_BHL, dropped_BHLS, sink_H, *own = ctx.saved_tensors
         stream: KeyValueStream = ctx.stream or KeyValueStream(ctx.span[1], (own[0].detach(), own[1].detach()))

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from streamgrad.core.first_order import first_order_only
 from streamgrad.core.sums import accumulator_dtype
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -96,7 +96,7 @@ class _RmsNorm(torch.autograd.Function):
         return out_NE.view(x.shape)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_E, inverse_N1 = ctx.saved_tensors
         dx_NE, dweight_E = _code_for(x).norm_backward(
@@ -149,7 +149,7 @@ class _Gated(torch.autograd.Function):
         return _code_for(gate).gated_forward(_rows(gate), _rows(up), activation).view(gate.shape)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         dgate_NE, dup_NE = _code_for(gate).gated_backward(_rows(dout), _rows(gate), _rows(up), ctx.activation)
@@ -185,7 +185,7 @@ class _Rotary(torch.autograd.Function):
         return _code_for(x_BHLD).rotate(_dense(x_BHLD), _dense(cos_BLD), _dense(sin_BLD), back=False)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, dout_BHLD: Tensor) -> tuple[Tensor | None, ...]:
         angles = map(_dense, ctx.saved_tensors)
         return _code_for(dout_BHLD).rotate(_dense(dout_BHLD), *angles, back=True), None, None

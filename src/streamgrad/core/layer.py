@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from streamgrad.core.checks import Expectation
 from streamgrad.core.chunk import Chunk, KeyValueStream, SeamError, StopAtKeys, spans
+from streamgrad.core.first_order import first_order_only
 from streamgrad.core.kept import Kept, KeptOnDevice, KeptOnHost, Reader
 from streamgrad.core.policy import LayerPolicy
 from streamgrad.core.replay import Autocast, RandomTape
@@ -98,7 +98,7 @@ class _StreamedLayer(torch.autograd.Function):
         return out_BTE
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, dout_BTE: Tensor) -> tuple[Tensor | None, ...]:
         call: StreamedCall = ctx.call
         expectation: Expectation = ctx.expectation

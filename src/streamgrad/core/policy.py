@@ -27,7 +27,12 @@ MARGIN, MARGIN_OF_BUDGET = 0.05, 0.01
 WIDE_FACTOR = 1.45
 # Tokens of a batch in a chunk. Beyond 16,384 nothing gets faster; below 8,192 matrix products do not fill a large GPU, so smaller
 # ones come after every other way to save memory.
-LARGE_CHUNKS, SMALL_CHUNKS = (16_384, 8192), (4096, 2048, 1024)
+LARGE_CHUNKS, SMALL_CHUNKS = (16_384, 8192), (4096, 2048, 1024, 512, 256)
+
+
+def readable(count: float) -> str:
+    """Bytes in GiB, or in MiB where there are few."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 @dataclass(frozen=True)
@@ -85,8 +90,8 @@ class Plan:
         for policy in self.policies:
             counts[str(policy)] = counts.get(str(policy), 0) + 1
         kinds = ", ".join(f"{count} x {name}" for name, count in counts.items())
-        return f"{kinds}; chunks of {self.chunk_size} tokens; about {self.peak_bytes / 2**30:.1f} GiB on the device" + (
-            f" and {self.host_bytes / 2**30:.1f} GiB on the host" if self.host_bytes else ""
+        return f"{kinds}; chunks of {self.chunk_size} tokens; about {readable(self.peak_bytes)} on the device" + (
+            f" and {readable(self.host_bytes)} on the host" if self.host_bytes else ""
         )
 
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from streamgrad.core.first_order import first_order_only
 from streamgrad.core.replay import as_autocast
 from streamgrad.core.sums import accumulator_dtype, add_product_, zeros_for_sum
 
@@ -134,7 +134,7 @@ class _SummingLinear(torch.autograd.Function):
         return F.linear(hidden, weight_OI, bias_O)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight_OI = ctx.saved_tensors
         dout_NO, hidden_NI = dout.reshape(-1, dout.shape[-1]), hidden.reshape(-1, hidden.shape[-1])

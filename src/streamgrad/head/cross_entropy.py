@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from streamgrad.core.first_order import first_order_only
 from streamgrad.core.replay import as_autocast
 from streamgrad.core.sums import accumulator_dtype
 from streamgrad.head.logits import HeadGradients, LinearHead, LogitMap
@@ -115,7 +115,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         *sums, upstream = ctx.saved_tensors
         # One-dimensional, so that a 16-bit sum is multiplied in fp32: by a scalar it would be multiplied in 16 bits.

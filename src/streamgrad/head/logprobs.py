@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from streamgrad.core.first_order import first_order_only
 from streamgrad.core.replay import as_autocast
 from streamgrad.core.sums import accumulator_dtype
 from streamgrad.head.logits import HeadGradients, LinearHead, LogitMap
@@ -88,7 +88,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs_N, entropy_N
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, dlogprobs_N: Tensor, dentropy_N: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_NE, weight_VE, bias_V, lse_N, entropy_N = ctx.saved_tensors
         wants = ctx.needs_input_grad

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from streamgrad.core.first_order import first_order_only
 from streamgrad.core.shadows import Shadows, trainable_parameters
 from streamgrad.core.sums import accumulator_dtype
 from streamgrad.head.logits import LogitMap
@@ -54,7 +54,7 @@ class _ModuleCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         dhidden_NE, *sums = ctx.saved_tensors
         scaled = [

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from streamgrad.core.first_order import first_order_only
 from streamgrad.core.replay import as_autocast
 from streamgrad.core.sums import accumulator_dtype
 from streamgrad.head.logits import HeadGradients, LinearHead, LogitMap
@@ -107,7 +107,7 @@ class _TokenScores(torch.autograd.Function):
         return tuple(scores.get(field) for field in FIELDS)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, dlogprobs_N: Tensor | None, dentropy_N: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if dlogprobs_N is None and dentropy_N is None:
             return (None,) * 7

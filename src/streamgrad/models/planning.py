@@ -22,6 +22,7 @@ from streamgrad.core.policy import (
     Plan,
     Step,
     choose_plan,
+    readable,
     regular_chunk,
 )
 from streamgrad.core.probe import PROBED_TOKENS, measured_costs
@@ -83,16 +84,10 @@ class Planner:
         if head is None:
             head = HeadCosts(2 * h_BTE.nbytes + UNKNOWN_HEAD_SHARE * budget, 0.0)
         step = Step(costs, len(layers), batch, sequence, resident, head.gradient_bytes, head.bytes)
-        plan, fits = choose_plan(
-            step,
-            keep=config.keep,
-            offload=config.offload if on_cuda else "none",
-            chunk_size=config.chunk_size if isinstance(config.chunk_size, int) else None,
-            budget_bytes=budget,
-            host_budget_bytes=host_budget_bytes(held_bytes=store.total_bytes),
-        )
+        host, offload = host_budget_bytes(held_bytes=store.total_bytes), config.offload if on_cuda else "none"
+        plan, fits = self._choice(step, budget, host, offload)
         if not fits:
-            self._refuse(step, plan, budget, store)
+            self._refuse(step, plan, budget, host, offload)
         if self.latest is None or plan.policies != self.latest.policies:
             logger.debug("streamgrad: %d x %d tokens within %.1f GiB: %s", batch, sequence, budget / 2**30, plan)
         self.latest = plan
@@ -116,36 +111,41 @@ class Planner:
             self._costs[key] = measured_costs(layer, run, mask, backends, h_BTE)
         return self._costs[key]
 
-    def _refuse(self, step: Step, plan: Plan, budget: float, store: HostStore) -> None:
+    def _refuse(self, step: Step, plan: Plan, budget: float, host: float, offload: str) -> None:
         """Before the step starts, where the user has named the limit; else the device has the last word."""
-        host = host_budget_bytes(held_bytes=store.total_bytes)
         if plan.host_bytes > host:
             raise ValueError(
-                f"offload='host' needs {plan.host_bytes / 2**30:.1f} GiB of host memory for {step.batch} x {step.sequence} "
-                f"tokens, and {host / 2**30:.1f} GiB are available to this process. Pass offload='auto', keep='input', or a "
-                "shorter sequence."
+                f"offload='host' needs {readable(plan.host_bytes)} of host memory for {step.batch} x {step.sequence} tokens, and "
+                f"{readable(host)} are available to this process. Pass offload='auto', keep='input', or a shorter sequence."
             )
         if self.config.budget_bytes is None or plan.peak_bytes <= budget:
             return
-        longest = self._longest(step, budget, host)
+        longest = self._longest(step, budget, host, offload)
         raise ValueError(
             f"memory_budget={self.config.memory_budget!r} cannot hold {step.batch} x {step.sequence} tokens: about "
-            f"{plan.peak_bytes / 2**30:.2f} GiB are needed at least ({plan}). "
+            f"{readable(plan.peak_bytes)} are needed ({plan}). "
             + (f"About {longest} tokens a sequence would fit." if longest else "Not even a short sequence would fit.")
         )
 
-    def _longest(self, step: Step, budget: float, host: float) -> int:
-        """By bisection, to 128 tokens."""
+    def _longest(self, step: Step, budget: float, host: float, offload: str) -> int:
+        """By bisection, to a percent or so; with the head of the whole sequence, which is on the safe side."""
         low, high = 0, step.sequence
-        while high - low > 128:
+        while high - low > max(1, step.sequence // 128):
             middle = (low + high) // 2
-            scaled = replace(step, sequence=middle, head_bytes=step.head_bytes * middle / step.sequence)
-            _, fits = choose_plan(
-                scaled, keep=self.config.keep, offload=self.config.offload, chunk_size=None, budget_bytes=budget,
-                host_budget_bytes=host,
-            )  # fmt: skip
+            _, fits = self._choice(replace(step, sequence=middle), budget, host, offload)
             low, high = (middle, high) if fits else (low, middle)
         return low
+
+    def _choice(self, step: Step, budget: float, host: float, offload: str) -> tuple[Plan, bool]:
+        config = self.config
+        return choose_plan(
+            step,
+            keep=config.keep,
+            offload=offload,
+            chunk_size=config.chunk_size if isinstance(config.chunk_size, int) else None,
+            budget_bytes=budget,
+            host_budget_bytes=host,
+        )
 
 
 def _bytes_of(decoder: Any) -> float:
