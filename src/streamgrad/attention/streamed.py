@@ -86,8 +86,7 @@ class _StreamedAttention(torch.autograd.Function):
         # autograd takes care of its tensors, and the sums of one pass do not meet those of another.
         ctx.stream = None if chunk.is_whole else chunk.stream
         own = (key_BGLD, value_BGLD) if chunk.is_whole else ()
-        # An alias: the output gets this node as its grad_fn, and the node holds the chunk. A kept tensor itself as output would
-        # close that circle, and the step's memory would wait for the garbage collector.
+        # An alias, so that a tensor that is kept does not itself become the output and a part of this graph.
         out_BHLD = done.out_BHLD.detach()
         ctx.save_for_backward(query_BHLD, out_BHLD, done.lse_BHL, done.dropped_BHLS, sink_H, *own)
         return out_BHLD

@@ -74,8 +74,8 @@ class StreamedCall:
         return spans(h_BTE.shape[1], self.chunk_size)
 
     def kept(self, h_BTE: Tensor) -> Kept:
-        one_device = all(parameter.device == h_BTE.device for parameter in self.layer.parameters())
-        if self.policy.on_host and h_BTE.device.type == "cuda" and one_device:
+        may_move = self.policy.on_host and h_BTE.device.type == "cuda"
+        if may_move and all(parameter.device == h_BTE.device for parameter in self.layer.parameters()):
             return KeptOnHost(h_BTE, self.spans(h_BTE), self.host_store)
         return KeptOnDevice(h_BTE, self.spans(h_BTE))
 

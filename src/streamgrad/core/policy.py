@@ -10,7 +10,7 @@ the last layers keep is freed first in backward, and what the first ones keep ha
 
 `predicted_peak` is the arithmetic that choices are made by: all byte counts of one step in one place.
 
-Known limits: it knows tensors, not the allocator's fragments or a kernel's workspace; the margins are for those.
+Known limits: it knows tensors and the workspace of attention kernels, not the allocator's fragments; the margins are for those.
 """
 
 from __future__ import annotations
