@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import streamgrad
 from gradients import relative_error
-from streamgrad.head import softmax
+from streamgrad.core import triton_kernels
 from streamgrad.head.cross_entropy import summed_cross_entropy
 from streamgrad.head.logits import LogitMap
 from streamgrad.head.rows import TargetRows, choose_head_chunk
@@ -249,9 +249,9 @@ def test_without_working_kernels_torch_takes_over_with_a_warning(monkeypatch):
     def missing(name):
         raise ModuleNotFoundError(f"No module named {name!r}")
 
-    monkeypatch.setattr(softmax.importlib, "import_module", missing)
+    monkeypatch.setattr(triton_kernels.importlib, "import_module", missing)
     with pytest.warns(UserWarning, match="Triton kernels do not run here.*No module named"):
-        assert softmax._working_kernels.__wrapped__(torch.device("cpu")) is None
+        assert not triton_kernels._run_on.__wrapped__(torch.device("cpu"))
 
 
 def test_no_grad_computes_no_gradients():

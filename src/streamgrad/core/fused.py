@@ -10,11 +10,8 @@ Shapes: N rows (tokens, or tokens x heads), E width of a row, B batch, H heads, 
 
 from __future__ import annotations
 
-import functools
-import importlib
 import math
 import sys
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,31 +20,14 @@ from torch import Tensor
 
 from streamgrad.core.first_order import first_order_only
 from streamgrad.core.sums import accumulator_dtype
+from streamgrad.core.triton_kernels import kernels_for
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
 def _code_for(tensor: Tensor) -> Any:
     """The module whose functions compute on this tensor: `kernels` for a GPU, else this one."""
-    if tensor.is_cuda and tensor.dtype != torch.float64:
-        kernels = _kernels()
-        if kernels is not None:
-            return kernels
-    return sys.modules[__name__]
-
-
-@functools.cache
-def _kernels() -> Any:
-    try:
-        return importlib.import_module("streamgrad.core.kernels")
-    except ImportError as error:
-        warnings.warn(
-            f"streamgrad: Triton cannot be imported ({error}), so norms, rotary embeddings and activations run as several "
-            "kernels each: slower, and as exact.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return None
+    return kernels_for(tensor, "streamgrad.core.kernels") or sys.modules[__name__]
 
 
 def _dense(tensor: Tensor) -> Tensor:

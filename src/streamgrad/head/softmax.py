@@ -8,15 +8,12 @@ Shapes: N tokens, V vocabulary.
 
 from __future__ import annotations
 
-import functools
-import importlib
-import warnings
 from types import ModuleType
 
-import torch
 from torch import Tensor
 
 from streamgrad.core.sums import accumulator_dtype
+from streamgrad.core.triton_kernels import kernels_for
 from streamgrad.head.logits import LogitMap
 
 
@@ -69,27 +66,4 @@ def product_gradient(
 
 
 def _kernels_for(product_NV: Tensor) -> ModuleType | None:
-    """The Triton kernels where they apply: 16-bit and fp32 on CUDA."""
-    if not product_NV.is_cuda or product_NV.dtype == torch.float64:
-        return None
-    return _working_kernels(product_NV.device)
-
-
-@functools.cache
-def _working_kernels(device: torch.device) -> ModuleType | None:
-    """The kernels after a trial on `device`: Triton compiles at run time and may find no compiler. Without them, None."""
-    try:
-        kernels = importlib.import_module("streamgrad.head.kernels")
-        trial = torch.zeros(1, 16, device=device)
-        kernels.token_statistics(trial, torch.zeros(1, dtype=torch.int64, device=device), LogitMap(), with_entropy=False)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        warnings.warn(
-            f"streamgrad: the head's Triton kernels do not run here ({type(error).__name__}: {error}). The head is computed by "
-            "torch instead: the same values, more time and memory. Installing triton and a C compiler brings them back.",
-            UserWarning,
-            stacklevel=2,
-        )
-        return None
-    return kernels
+    return kernels_for(product_NV, "streamgrad.head.kernels")

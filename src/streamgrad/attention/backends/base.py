@@ -11,17 +11,15 @@ Shapes: B batch, H query heads, G key/value heads (H a multiple of G), L queries
 
 from __future__ import annotations
 
-import functools
-import importlib
-import warnings
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from streamgrad.attention.cells import Cell, Cells
 from streamgrad.core.chunk import Attended, KeyGradient
+from streamgrad.core.triton_kernels import kernels_for
 
 
 @dataclass(frozen=True)
@@ -118,24 +116,10 @@ def merge(a: Attended, b: Attended) -> Attended:
 
     Every row sees a key in at least one of them. `a` may be overwritten.
     """
-    kernels = _kernels() if a.out_BHLD.is_cuda and a.out_BHLD.dtype.itemsize == 2 else None
+    kernels = kernels_for(a.out_BHLD, "streamgrad.attention.kernels") if a.out_BHLD.dtype.itemsize == 2 else None
     if kernels is not None:
         kernels.merge_(a.out_BHLD, a.lse_BHL, b.out_BHLD, b.lse_BHL)
         return a
     lse_BHL = torch.logaddexp(a.lse_BHL, b.lse_BHL)
     share_a, share_b = ((part.lse_BHL - lse_BHL).exp().unsqueeze(-1) for part in (a, b))
     return Attended((a.out_BHLD * share_a + b.out_BHLD * share_b).to(a.out_BHLD.dtype), lse_BHL)
-
-
-@functools.cache
-def _kernels() -> Any:
-    try:
-        return importlib.import_module("streamgrad.attention.kernels")
-    except ImportError as error:
-        warnings.warn(
-            f"streamgrad: Triton cannot be imported ({error}), so pieces of attention are merged by several kernels: slower, and "
-            "as exact.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return None
