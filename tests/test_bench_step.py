@@ -13,6 +13,7 @@ from streamgrad.bench import lengths, step
 from streamgrad.bench.records import append_records, versions
 from streamgrad.cli.tables import step_table
 from streamgrad.config import StreamConfig
+from streamgrad.models import presets
 from streamgrad.models.presets import preset_config, preset_model, preset_names
 
 
@@ -38,6 +39,8 @@ def test_a_preset_is_built_where_and_as_asked():
     [
         ({"model": "qwen9"}, "'qwen9' is not a preset.*qwen3-4b"),
         ({"methods": ["hf", "magic"]}, "'magic' is not a choice.*streamgrad"),
+        ({"objective": "ppo"}, "'ppo' is not a choice.*dpo"),
+        ({"objective": "dpo"}, "'hf' has steps of sft only.*'dpo'"),
         pytest.param({}, "torch sees none", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")),
     ],
 )
@@ -80,11 +83,84 @@ def test_slope_is_between_the_shortest_and_the_longest():
 
 
 @pytest.mark.parametrize(("offload", "kept_bytes"), [("host", 0), ("none", 34 * 1000 * 4096 * 2)])
-def test_ballast_stands_for_the_missing_layers(offload, kept_bytes):
+@pytest.mark.parametrize("has_copy", [False, True])
+def test_ballast_stands_for_the_missing_layers(offload, kept_bytes, has_copy):
+    """Weights, gradients, a reference's weights, and the inputs that stay on the device."""
     whole = sum(p.nbytes for p in preset_model("qwen3-8b", device=torch.device("meta")).parameters())
     cut = preset_model("qwen3-8b", device=torch.device("meta"), layers=2)
     missing = whole - sum(p.nbytes for p in cut.parameters())
-    assert lengths.ballast_of_missing_layers("qwen3-8b", offload=offload)(cut, 1000) == 2 * missing + kept_bytes
+    ballast = lengths.ballast_of_missing_layers("qwen3-8b", offload=offload, has_copy=has_copy)
+    assert ballast(cut, 1000) == (3 if has_copy else 2) * missing + kept_bytes
+
+
+def test_cells_are_the_papers_and_trls():
+    assert [(c.model, c.training, c.tokens, c.rows, c.layers) for c in lengths.cells("dpo")] == [
+        ("qwen3-4b", "full", 57_200, 2, 2), ("qwen3-4b", "lora", 100_200, 2, 2), ("qwen3-8b", "lora", 60_900, 2, 2),
+        ("qwen3-14b", "lora", 36_900, 2, 2), ("qwen3-32b", "lora", 7_800, 2, 2),
+    ]  # fmt: skip
+    assert [(c.model, c.tokens, c.rows) for c in lengths.cells("grpo", model="qwen3-4b")] == [
+        ("qwen3-4b", 18_200, 8), ("qwen3-4b", 27_500, 8),
+    ]  # fmt: skip
+    assert len(lengths.cells("sft")) == 6
+    tokens = [lengths.cells(name, model="gemma-3-1b")[0].tokens for name in ("sft", "dpo", "grpo")]
+    assert tokens == [107_520, 59_392, 114_688]
+    (small,) = lengths.cells("sft", card="24GiB")
+    assert (small.model, small.training, small.tokens, small.layers) == ("qwen3-8b", "lora", 15_000, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"objective": "ppo"}, "'ppo' is not a choice.*grpo"),
+        ({"objective": "sft", "card": "12GiB"}, "'12GiB' is not a choice.*24GiB"),
+        ({"objective": "grpo", "model": "qwen3-32b"}, "no longest sequence of qwen3-32b with grpo in 80GiB.*qwen3-14b"),
+        ({"objective": "dpo", "card": "24GiB"}, "no longest sequence of any model with dpo in 24GiB.*qwen3-8b with sft"),
+    ],
+)
+def test_cells_that_nobody_reached(options, words):
+    with pytest.raises(ValueError, match=words):
+        lengths.cells(**options)
+
+
+@pytest.fixture
+def tiny_preset(monkeypatch):
+    """A model that a CPU can be measured with."""
+    shape = {
+        "family": "qwen3", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True,
+    }  # fmt: skip
+    monkeypatch.setattr(presets, "_presets", lambda: {"tiny": shape})
+    return {
+        "model": "tiny", "lengths": [33], "methods": ["streamgrad"], "config": StreamConfig(chunk_size=16, keep="input"),
+        "runs": 1, "warm_ups": 0, "command": "", "device": torch.device("cpu"),
+    }  # fmt: skip
+
+
+def test_steps_of_every_method_and_batch(tiny_preset):
+    made = list(step.measure_steps(**tiny_preset | {"methods": ["streamgrad", "mst", "hf"], "batches": [1, 3]}))
+    assert [(r.method, r.batch) for r in made] == [(m, batch) for m in ("hf", "mst", "streamgrad") for batch in (1, 3)]
+    assert all(r.error is None and r.step_ms > 0 and r.peak_bytes > 0 and r.seq_len == 33 for r in made)
+    console = Console(width=200, record=True)
+    console.print(step_table(made))
+    assert "3 x 33" in console.export_text()
+
+
+@pytest.mark.parametrize("objective", ["dpo", "grpo"])
+@pytest.mark.parametrize("training", ["full", "lora"])
+def test_steps_of_every_objective(tiny_preset, objective, training):
+    rows = lengths.ROWS[objective]
+    (made,) = step.measure_steps(**tiny_preset | {"objective": objective, "training": training, "batches": [rows]})
+    assert (made.error, made.objective, made.training, made.batch) == (None, objective, training, rows)
+    assert made.policy["plan"].startswith("2 x input; chunks of 16 tokens")
+
+
+def test_out_of_memory_is_a_record(tiny_preset, monkeypatch):
+    def exhausted(*args):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setitem(step.OBJECTIVES, "sft", exhausted)
+    (made,) = step.measure_steps(**tiny_preset)
+    assert (made.error, made.step_ms, made.peak_bytes) == ("out of memory", None, None)
 
 
 def test_a_cut_model_is_named_so():

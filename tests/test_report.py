@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from streamgrad.bench import lengths, linear
+from streamgrad.bench import linear
 from streamgrad.bench.report import SECTIONS, read_paper, read_records, render, speed_table, write_report
-from streamgrad.bench.selection import automatic_steps, has_faulty_peak, latest, slopes
+from streamgrad.bench.selection import automatic_steps, card_bytes, has_faulty_peak, latest, slopes
 from streamgrad.cli.app import app
 
 ROOT = Path(__file__).parent.parent
@@ -128,7 +128,10 @@ def test_the_performance_notes_have_the_records_steps(records):
 
 def test_the_performance_notes_have_the_records_lengths(records):
     text = (ROOT / "docs/performance.md").read_text()
-    for record in latest(records["max_length"], "model", "training", "seq_len").values():
+    notes = [record for record in records["max_length"] if (record["objective"], card_bytes(record)) == ("sft", 79 * 2**30)]
+    notes = [record for record in notes if record["model"].startswith("qwen3")]
+    assert len(notes) >= 12
+    for record in latest(notes, "model", "training", "seq_len").values():
         assert f"{record['seq_len']:,}: {record['peak_bytes'] / 1e9:.1f} GB" in text
 
 
@@ -152,7 +155,6 @@ def test_the_papers_numbers_are_the_same_everywhere():
     theirs = paper["linear_example"]
     columns = zip(theirs["partitions"], theirs["intermediate_gb"], theirs["seconds"], strict=True)
     assert {parts: (gigabytes, seconds) for parts, gigabytes, seconds in columns} == linear.PAPER_RESULTS
-    assert [cell.paper_tokens / 1e3 for cell in lengths.PAPER_CELLS] == paper["max_sequence_length_thousands"]["sft"]["streambp"]
 
 
 def test_precision_is_kept_as_a_record(monkeypatch, tmp_path, records):

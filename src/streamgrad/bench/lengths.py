@@ -14,42 +14,77 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from streamgrad.bench.objective import ROWS
+from streamgrad.bench.paper import read_paper
 from streamgrad.bench.step import StepRecord, measure_steps
 from streamgrad.config import StreamConfig
 from streamgrad.models.presets import preset_config
 from streamgrad.models.support import decoder_layers
 
-# The 80 GB of a card, as a program can use them.
-CARD_BYTES = 79 * 2**30
+# The 80 and 24 GB of two cards, as a program can use them.
+CARDS = {"80GiB": "79GiB", "24GiB": "23.5GiB"}
+# The layers of models that are too slow as a whole.
+CUT_LAYERS = 2
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One column of the paper's table of longest sequences (SFT, 80 GB): tokens that its StreamBP reached."""
+    """A longest sequence that others have reached: of `rows` sequences a step, `tokens` each. `layers` of the model are built."""
 
     model: str
     training: str
-    paper_tokens: int
+    objective: str
+    tokens: int
+    rows: int
+    layers: int | None = None
 
 
-PAPER_CELLS = (
-    Cell("qwen3-4b", "full", 200_000),
-    Cell("qwen3-4b", "lora", 247_000),
-    Cell("qwen3-8b", "full", 72_000),
-    Cell("qwen3-8b", "lora", 142_400),
-    Cell("qwen3-14b", "lora", 84_600),
-    Cell("qwen3-32b", "lora", 16_300),
-)
+# TRL 1.15 under a cap of 79 GiB; GRPO's is the scoring of one completion.
+_TRL_CELLS = {
+    "sft": Cell("gemma-3-1b", "full", "sft", 107_520, rows=1),
+    "dpo": Cell("gemma-3-1b", "full", "dpo", 59_392, rows=2),
+    "grpo": Cell("gemma-3-1b", "full", "grpo", 114_688, rows=1),
+}
 
 
-def ballast_of_missing_layers(model: str, *, offload: str) -> Callable[[PreTrainedModel, int], int]:
-    """For a model that was cut to fewer layers and keeps inputs: what the missing ones would hold on the device."""
+def cells(objective: str, *, model: str | None = None, card: str = "80GiB") -> list[Cell]:
+    """The paper's, StreamBP's columns of its table of longest sequences; for gemma-3-1b, TRL's. One model's, if it is named."""
+    if objective not in ROWS:
+        raise ValueError(f"objective={objective!r} is not a choice. Pass one of {', '.join(ROWS)}.")
+    paper = read_paper()
+    if card == "24GiB":
+        tokens = round(1e3 * paper["rtx3090_24gb_8b_lora_rank32"]["streambp_max_length_thousands"])
+        known = [Cell("qwen3-8b", "lora", "sft", tokens, rows=1)]
+    elif card == "80GiB":
+        table = paper["max_sequence_length_thousands"]
+        known = [
+            Cell(f"qwen3-{size.lower()}", training.lower(), objective, round(1e3 * length), ROWS[objective], CUT_LAYERS)
+            for (size, training), length in zip(map(str.split, table["columns"]), table[objective]["streambp"], strict=True)
+            if length is not None
+        ]
+        known += [_TRL_CELLS[objective]] if model == _TRL_CELLS[objective].model else []
+    else:
+        raise ValueError(f"card={card!r} is not a choice. Pass one of {', '.join(CARDS)}.")
+    found = [cell for cell in known if cell.objective == objective and model in (None, cell.model)]
+    if not found:
+        raise ValueError(
+            f"there is no longest sequence of {model or 'any model'} with {objective} in {card} to compare with. Known there: "
+            + ", ".join(dict.fromkeys(f"{cell.model} with {cell.objective}" for cell in known)) + "."
+        )  # fmt: skip
+    return found
 
-    def ballast(network: PreTrainedModel, length: int) -> int:
+
+def ballast_of_missing_layers(model: str, *, offload: str, has_copy: bool = False) -> Callable[[PreTrainedModel, int], int]:
+    """For a model that was cut to fewer layers and keeps inputs: what the missing ones would hold on the device.
+
+    With `has_copy`, a frozen copy of the model is held too, a reference, and was cut as much.
+    """
+
+    def ballast(network: PreTrainedModel, tokens: int) -> int:
         layers = decoder_layers(network.get_decoder())
         missing = preset_config(model).num_hidden_layers - len(layers)
-        weights = sum(p.nbytes + (p.nbytes if p.requires_grad else 0) for p in layers[0].parameters())
-        inputs = 0 if offload == "host" else length * network.config.hidden_size * network.dtype.itemsize
+        weights = sum(p.nbytes * (1 + p.requires_grad + has_copy) for p in layers[0].parameters())
+        inputs = 0 if offload == "host" else tokens * network.config.hidden_size * network.dtype.itemsize
         return missing * (weights + inputs)
 
     return ballast
@@ -83,26 +118,28 @@ def measure_longest(*, model: str, length: int, command: str) -> Iterator[StepRe
     )  # fmt: skip
 
 
-def measure_cells(
-    cells: Sequence[Cell], *, factor: float, offload: str, layers: int | None, card_bytes: int, command: str
-) -> Iterator[StepRecord]:
-    """One step of each cell at `factor` times the paper's length, under a cap on the process's device memory."""
+def measure_cells(chosen: Sequence[Cell], *, factor: float, offload: str, card_bytes: int, command: str) -> Iterator[StepRecord]:
+    """One step of each cell at `factor` times its length, under a cap on the process's device memory."""
     if not torch.cuda.is_available():
         raise ValueError("bench max-length measures a GPU, and torch sees none.")
-    for cell in cells:
+    for cell in chosen:
+        has_copy = cell.objective != "sft" and cell.training == "full"
+        ballast = ballast_of_missing_layers(cell.model, offload=offload, has_copy=has_copy)
         with _capped(card_bytes):
             yield from measure_steps(
                 model=cell.model,
-                lengths=[int(factor * cell.paper_tokens)],
+                lengths=[int(factor * cell.tokens)],
                 methods=["streamgrad"],
                 config=StreamConfig(keep="input", offload=offload),
                 runs=1,
                 warm_ups=0,
-                layers=layers,
+                layers=cell.layers,
                 training=cell.training,
+                objective=cell.objective,
+                batches=[cell.rows],
                 command=command,
                 benchmark="max-length",
-                ballast=ballast_of_missing_layers(cell.model, offload=offload) if layers else None,
+                ballast=ballast,
             )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from streamgrad.bench.paper import read_paper
 from streamgrad.bench.plots import draw_plots
 from streamgrad.bench.selection import (
     FAULT,
@@ -20,7 +21,6 @@ from streamgrad.bench.selection import (
     has_faulty_peak,
     latest,
     paper_longest,
-    read_paper,
     read_records,
     slopes,
 )

@@ -1,4 +1,4 @@
-"""What the report and its pictures are made from: records read back and chosen, and the paper's figures.
+"""What the report and its pictures are made from: records, read back and chosen.
 
 A record is a row of `benchmarks/results/*.jsonl`, as a dictionary. Where a cell was measured more than once, the last row counts.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
-from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +18,15 @@ from streamgrad.config import parse_bytes
 Record = dict[str, Any]
 Records = dict[str, list[Record]]  # by the name of their file
 
-FILES = ("step", "memory", "max_length", "linear", "precision", "head")
+STEP_FILES = ("step", "memory", "max_length")
+FILES = (*STEP_FILES, "linear", "precision", "head")
 _AUTOMATIC = ("chunk_size", "keep", "offload")
 
 # Peaks, by their exact number of bytes, that held more than their step. The loop over methods kept the model of the method before
 # (streamgrad's, weights and gradients) on the device until the first length of the next method was done.
 _FAULTY_PEAKS = {33_347_017_728: "liger at 6,000 tokens", 20_560_861_184: "liger-offload at 65,536 tokens"}
+# What the first records of steps do not say, as there was nothing else yet.
+_EARLIER = {"objective": "sft", "batch": 1, "training": "full"}
 FAULT = "the model measured before was still on the device"
 
 
@@ -33,15 +35,11 @@ def read_records(results: Path) -> Records:
     found: Records = {}
     for name in FILES:
         path = results / f"{name}.jsonl"
-        found[name] = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        unsaid = _EARLIER if name in STEP_FILES else {}
+        found[name] = [unsaid | json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     if not any(found.values()):
         raise ValueError(f"{results} has no records. Pass the folder that `streamgrad bench` appends to, with --results.")
     return found
-
-
-def read_paper() -> dict[str, Any]:
-    """The paper's figures, under the names of its tables."""
-    return json.loads(resources.files("streamgrad.bench").joinpath("paper.json").read_text())
 
 
 def latest(records: Iterable[Record], *names: str) -> dict[tuple[Any, ...], Record]:
@@ -50,11 +48,11 @@ def latest(records: Iterable[Record], *names: str) -> dict[tuple[Any, ...], Reco
 
 
 def automatic_steps(records: Sequence[Record]) -> dict[tuple[str, int], Record]:
-    """By method and length: whole steps of Qwen3-4B with all of the card's memory and no option set."""
+    """By method and length: whole steps of Qwen3-4B on one sequence, with all of the card's memory and no option set."""
     chosen = [
         record
         for record in records
-        if record["model"] == "qwen3-4b"
+        if (record["model"], record["training"], record["batch"]) == ("qwen3-4b", "full", 1)
         and record["policy"].get("memory_budget") is None
         and all(record["policy"].get(name, "auto") == "auto" for name in _AUTOMATIC)
     ]

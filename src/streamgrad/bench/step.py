@@ -1,13 +1,15 @@
 """One training step, forward and backward, by several methods on the same random inputs: time and memory.
 
-The peers are configured as their authors would: transformers' gradient checkpointing with SDPA, and Liger's kernels (with its
-fused linear cross entropy) on top of it.
+The peers are configured as their authors would: transformers' gradient checkpointing with SDPA, and on top of it Liger's kernels
+(with its fused linear cross entropy), or mini-sequences.
 """
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,21 +20,25 @@ import torch
 from transformers import PreTrainedModel
 
 import streamgrad
+from streamgrad.bench.objective import OBJECTIVES
+from streamgrad.bench.peers import apply_liger, mini_sequence_loss, split_mlps
 from streamgrad.bench.records import device_name, median_ms, versions
 from streamgrad.config import StreamConfig
 from streamgrad.core.chunk import KEYS_AT_ONCE
 from streamgrad.models.forwards import InstalledForward
 from streamgrad.models.presets import preset_config, preset_model
+from streamgrad.profile.live import peak_bytes_of
 
-METHODS = ("hf", "liger", "liger-offload", "streamgrad", "streamgrad-liger")
+METHODS = ("hf", "mst", "liger", "liger-offload", "streamgrad", "streamgrad-liger")
 # Liger patches transformers for the whole process: its kernels come after everything else, its fused loss last.
-_ORDER = ("hf", "streamgrad", "streamgrad-liger", "liger", "liger-offload")
+_ORDER = ("hf", "mst", "streamgrad", "streamgrad-liger", "liger", "liger-offload")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One method at one length; the measurements are None where `error` says why.
+    """One method at one shape; the measurements are None where `error` says why.
 
+    The step has `batch` rows of `seq_len` tokens: for DPO those of all pairs, for GRPO one a completion.
     `peak_bytes` and `reserved_bytes` are the allocator's, weights and gradients included; `host_bytes` is pinned host memory.
     `kernel_ms` is the time of one step's kernels by kind, from the profiler. Where only `layers` of the model's layers were run,
     `ballast_bytes` of device memory stood for the others: their weights, gradients and whatever they keep on the device.
@@ -42,6 +48,8 @@ class StepRecord:
     method: str
     model: str
     training: str = "full"
+    objective: str = "sft"
+    batch: int = 1
     seq_len: int
     layers: int
     step_ms: float | None
@@ -68,72 +76,102 @@ def measure_steps(
     warm_ups: int = 4,
     layers: int | None = None,
     training: str = "full",
+    objective: str = "sft",
+    batches: Sequence[int] = (1,),
     kernels: bool = False,
     benchmark: str = "step",
     ballast: Callable[[PreTrainedModel, int], int] | None = None,
     budgets: dict[int, int] | None = None,
+    device: torch.device | None = None,
 ) -> Iterator[StepRecord]:
-    """A record per method and length. Each method gets a model of its own, made from the same seed.
+    """A record per method, length and batch. Each method gets a model of its own, made from the same seed.
 
     Args:
         layers: how many of the model's layers to build; all of them unless given.
         training: "full", or "lora" for adapters of rank 32 on every linear map of the layers.
+        objective: "sft"; or "dpo", "grpo" with a reference pass, by streamgrad alone.
+        batches: rows of a step.
         kernels: profile one more step of streamgrad's.
-        ballast: of the built model and a length, bytes to be held on the device while it is measured.
+        ballast: of the built model and a number of tokens, bytes to be held on the device while it is measured.
         budgets: `memory_budget` by length, in place of the one in `config`.
+        device: the GPU unless given. On a CPU, `peak_bytes` is counted above what the step found.
     """
-    unknown = [method for method in methods if method not in METHODS]
-    if unknown:
-        raise ValueError(f"methods={unknown[0]!r} is not a choice. Pass some of {', '.join(METHODS)}.")
+    _check_choices(methods, objective)
     preset = preset_config(model)
-    if not torch.cuda.is_available():
-        raise ValueError(f"bench {benchmark} measures a GPU, and torch sees none.")
-    device = torch.device("cuda")
+    if device is None:
+        if not torch.cuda.is_available():
+            raise ValueError(f"bench {benchmark} measures a GPU, and torch sees none.")
+        device = torch.device("cuda")
     for method in sorted(methods, key=_ORDER.index):
         clear_memory()
         torch.manual_seed(0)
         if "liger" in method:
-            _apply_liger(preset.model_type, fused_loss=method.startswith("liger"))
+            apply_liger(preset.model_type, fused_loss=method.startswith("liger"))
         network = preset_model(model, device=device, layers=layers)
+        reference = None
         if training == "lora":
             _attach_lora(network)
+        elif objective != "sft":
+            reference = copy.deepcopy(network).requires_grad_(False)
         if "streamgrad" not in method:
             network.gradient_checkpointing_enable(offload=method == "liger-offload")
-        for length in lengths:
+        if method == "mst":
+            split_mlps(network)
+        for length, batch in itertools.product(lengths, batches):
             used = replace(config, memory_budget=budgets[length]) if budgets else config
             if "streamgrad" in method:
                 streamgrad.enable(network, used)
-            ids = torch.randint(0, network.config.vocab_size, (1, length), device=device)
-            weight = torch.empty(ballast(network, length) if ballast else 0, dtype=torch.uint8, device=device)
+                if reference is not None:
+                    streamgrad.enable(reference, used)
+            ids_BT = torch.randint(0, network.config.vocab_size, (batch, length), device=device)
+            held_bytes = ballast(network, batch * length) if ballast else 0
             outcome = _measure(
-                _step_of(network, ids), device, runs, warm_ups=warm_ups, kernels=kernels and "streamgrad" in method
-            )
+                _step_of(method, objective, network, ids_BT, reference), device, runs, warm_ups=warm_ups,
+                kernels=kernels and "streamgrad" in method, held_bytes=held_bytes,
+            )  # fmt: skip
             installed = InstalledForward.on(network.get_decoder())
             yield StepRecord(
                 benchmark=benchmark,
                 method=method,
                 model=model,
                 training=training,
+                objective=objective,
+                batch=batch,
                 seq_len=length,
                 layers=layers or preset.num_hidden_layers,
                 **outcome,
                 host_bytes=installed.stream.host_store.total_bytes if installed else 0,
-                ballast_bytes=weight.numel(),
+                ballast_bytes=held_bytes,
                 policy=_policy_of(used, installed) if installed else {"gradient_checkpointing": True, "attention": "sdpa"},
                 device=device_name(device),
                 versions=versions("transformers", "liger-kernel", "triton"),
                 command=command,
             )
-            del weight
-            if installed:
-                streamgrad.disable(network)
-        network = installed = None  # or the next method would be measured beside this model
+            streamgrad.disable(network)
+            if reference is not None:
+                streamgrad.disable(reference)
+        network = reference = installed = None  # or the next method would be measured beside them
+
+
+def _check_choices(methods: Sequence[str], objective: str) -> None:
+    unknown = [method for method in methods if method not in METHODS]
+    if unknown:
+        raise ValueError(f"methods={unknown[0]!r} is not a choice. Pass some of {', '.join(METHODS)}.")
+    if objective not in OBJECTIVES:
+        raise ValueError(f"objective={objective!r} is not a choice. Pass one of {', '.join(OBJECTIVES)}.")
+    others = [method for method in methods if "streamgrad" not in method]
+    if objective != "sft" and others:
+        raise ValueError(f"methods={others[0]!r} has steps of sft only, not of objective={objective!r}. Leave it out.")
 
 
 def peaks_in(path: Path, *, method: str, model: str, lengths: Sequence[int]) -> dict[int, int]:
     """By length, the peak bytes of the latest record of a method."""
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    peaks = {row["seq_len"]: row["peak_bytes"] for row in rows if (row["method"], row["model"]) == (method, model)}
+    peaks = {
+        row["seq_len"]: row["peak_bytes"]
+        for row in rows
+        if (row["method"], row["model"], row.get("batch", 1)) == (method, model, 1)
+    }
     missing = [length for length in lengths if not peaks.get(length)]
     if missing:
         raise ValueError(f"{path} has no record of {method} with {model} at {missing[0]} tokens. Measure it first.")
@@ -146,29 +184,37 @@ def _policy_of(config: StreamConfig, installed: InstalledForward) -> dict[str, A
     return vars(config) | outcome | {"keys_at_once": KEYS_AT_ONCE}
 
 
-def _step_of(network: Any, ids: torch.Tensor) -> Callable[[], None]:
+def _step_of(method: str, objective: str, network: Any, ids_BT: torch.Tensor, reference: Any) -> Callable[[], None]:
     def step() -> None:
         network.zero_grad(set_to_none=True)
-        network(input_ids=ids, labels=ids).loss.backward()
+        loss = mini_sequence_loss(network, ids_BT) if method == "mst" else OBJECTIVES[objective](network, ids_BT, reference)
+        loss.backward()
 
     return step
 
 
-def _measure(step: Callable[[], None], device: torch.device, runs: int, *, warm_ups: int, kernels: bool) -> dict[str, Any]:
+def _measure(
+    step: Callable[[], None], device: torch.device, runs: int, *, warm_ups: int, kernels: bool, held_bytes: int
+) -> dict[str, Any]:
     """The measurements of a `StepRecord`.
 
     Four steps warm up, unless the caller knows better: kernels are compiled in the first, the allocator has settled after the
     second, and by the fourth a shape of a few thousand tokens has been given to the kernel that it will stay with.
     """
     clear_memory()
-    torch.cuda.reset_peak_memory_stats(device)
+    on_cuda = device.type == "cuda"
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats(device)
     nothing = {"step_ms": None, "peak_bytes": None, "reserved_bytes": None, "kernel_ms": None}
     try:
+        ballast = torch.empty(held_bytes, dtype=torch.uint8, device=device)
         for _ in range(warm_ups):
             step()
         step_ms = median_ms(step, device, runs)
-        peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        peak = torch.cuda.max_memory_allocated(device) if on_cuda else peak_bytes_of(step, device)[1]
+        reserved = torch.cuda.max_memory_reserved(device) if on_cuda else None
         kernel_ms = _kernel_ms(step) if kernels else None
+        del ballast
     except torch.OutOfMemoryError:
         return nothing | {"error": "out of memory"}
     except ValueError as error:
@@ -205,17 +251,6 @@ def _attach_lora(network: PreTrainedModel) -> None:
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     network.add_adapter(peft.LoraConfig(r=32, lora_alpha=32, target_modules=targets))
     network.enable_input_require_grads()
-
-
-def _apply_liger(model_type: str, *, fused_loss: bool) -> None:
-    try:
-        liger = importlib.import_module("liger_kernel.transformers")
-    except ModuleNotFoundError as error:
-        raise ValueError("the methods liger and streamgrad-liger need liger-kernel. Run: pip install liger-kernel") from error
-    patch = getattr(liger, f"apply_liger_kernel_to_{model_type}", None)
-    if patch is None:
-        raise ValueError(f"liger-kernel has no kernels for {model_type}. Leave the methods with liger out.")
-    patch(fused_linear_cross_entropy=fused_loss)
 
 
 def clear_memory() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +22,7 @@ from streamgrad.bench.records import RESULTS, append_records
 from streamgrad.bench.report import REPORT, write_report
 from streamgrad.check.precision import check_precision
 from streamgrad.cli.check import check_table
-from streamgrad.cli.tables import head_table, linear_table, step_table
+from streamgrad.cli.tables import head_table, linear_table, step_table, tokens_of
 from streamgrad.config import parse_bytes
 from streamgrad.models.presets import config_of
 
@@ -120,6 +121,7 @@ def bench_step(
     model: Annotated[str, typer.Option(help="A preset: a published shape, with random weights.")] = "qwen3-4b",
     seq: Annotated[str, typer.Option(help="Sequence lengths, separated by commas.")] = "6000,12000,24000,36000",
     methods: Annotated[str, typer.Option(help=f"Some of {', '.join(step_bench.METHODS)}.")] = "hf,streamgrad",
+    batch: Annotated[str, typer.Option(help="Sequences of a step, separated by commas.")] = "1",
     chunk_size: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "auto",
     keep: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "auto",
     offload: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "auto",
@@ -138,6 +140,8 @@ def bench_step(
     **Examples**
 
     `python -m streamgrad bench step --model qwen3-4b --seq 6000,12000 --methods hf,liger,streamgrad`
+
+    `python -m streamgrad bench step --seq 9000 --batch 1,2,4,16 --methods hf,mst,liger,streamgrad`
     """
     lengths = [int(length) for length in seq.split(",")]
     options: dict[str, Any] = {
@@ -148,6 +152,7 @@ def bench_step(
         "compile": compile,
     }
     command = f"python -m streamgrad bench step --model {model} --seq {seq} --methods {methods} --runs {runs}"
+    command += "" if batch == "1" else f" --batch {batch}"
     command += "".join(f" --{name.replace('_', '-')} {value}" for name, value in options.items() if value != "auto")
     command += "" if memory_budget is None else f" --memory-budget {memory_budget}"
     command += (" --kernels" if kernels else "") + (f" --warm-ups {warm_ups}" if warm_ups != 4 else "")
@@ -157,7 +162,7 @@ def bench_step(
     _run_steps(
         step_bench.measure_steps(
             model=model, lengths=lengths, methods=methods.split(","), config=config, runs=runs, command=command,
-            kernels=kernels, warm_ups=warm_ups, budgets=budgets,
+            batches=[int(rows) for rows in batch.split(",")], kernels=kernels, warm_ups=warm_ups, budgets=budgets,
         ),
         out,
     )  # fmt: skip
@@ -170,7 +175,7 @@ def _run_steps(records: Iterator[step_bench.StepRecord], out: Path) -> list[step
     for record in records:
         append_records(out, [record])
         done.append(record)
-        console.print(f"{record.method} at {record.seq_len:,}: {record.error or f'{record.step_ms:,.0f} ms'}")
+        console.print(f"{record.model} {record.method} at {tokens_of(record)}: {record.error or f'{record.step_ms:,.0f} ms'}")
     console.print(step_table(done))
     console.print(f"Records appended to {out}", soft_wrap=True)
     return done
@@ -205,12 +210,23 @@ def bench_memory(
 
 @bench.command("max-length")
 def bench_max_length(
-    model: Annotated[str, typer.Option(help="A preset, for one step of the whole model with --seq.")] = "qwen3-8b",
-    seq: Annotated[int | None, typer.Option(min=1, help="Tokens of that step; everything is left to auto.")] = None,
-    factor: Annotated[float, typer.Option(help="Without --seq: times the paper's longest sequences (SFT, 80 GB).")] = 2.0,
+    model: Annotated[
+        str | None, typer.Option(help="A preset. With --seq, of that step; else only its cells; gemma-3-1b has TRL's.")
+    ] = None,
+    seq: Annotated[int | None, typer.Option(min=1, help="Tokens of one step of the whole model; everything is auto.")] = None,
+    objective: Annotated[str, typer.Option(help="Without --seq: sft, dpo (a pair) or grpo (8 completions).")] = "sft",
+    factor: Annotated[float, typer.Option(help="Without --seq: times the longest sequences of the paper.")] = 2.0,
     offload: Annotated[str, typer.Option(help="Without --seq: host or none.")] = "host",
-    layers: Annotated[int | None, typer.Option(min=1, help="Without --seq: layers to build; ballast for the rest.")] = 2,
-    gpu_memory: Annotated[str, typer.Option(help="Without --seq: what the process may hold on the device.")] = "79GiB",
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Without --seq: layers to build; ballast for the rest.", show_default="2; all where that is quick"
+        ),
+    ] = None,
+    card: Annotated[str, typer.Option(help="Without --seq: 80GiB or 24GiB, with the lengths reached there.")] = "80GiB",
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="Without --seq: what the process may hold.", show_default="79GiB; 23.5GiB of 24GiB")
+    ] = None,
     out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = RESULTS / "max_length.jsonl",
 ) -> None:
     """Whether a step of a given length fits a card.
@@ -219,18 +235,26 @@ def bench_max_length(
 
     `python -m streamgrad bench max-length --model qwen3-8b --seq 400000`
 
-    `python -m streamgrad bench max-length --factor 1.2 --offload none`
+    `python -m streamgrad bench max-length --objective dpo --factor 2.0`
+
+    `python -m streamgrad bench max-length --model gemma-3-1b --objective grpo`
     """
     if seq is not None:
+        model = model or "qwen3-8b"
         command = f"python -m streamgrad bench max-length --model {model} --seq {seq}"
         _run_steps(lengths_bench.measure_longest(model=model, length=seq, command=command), out)
         return
-    command = f"python -m streamgrad bench max-length --factor {factor} --offload {offload} --layers {layers}"
+    chosen = lengths_bench.cells(objective, model=model, card=card)
+    if layers is not None:
+        chosen = [replace(cell, layers=layers) for cell in chosen]
+    gpu_memory = gpu_memory or lengths_bench.CARDS[card]
+    command = f"python -m streamgrad bench max-length --objective {objective} --factor {factor} --offload {offload}"
+    command += ("" if model is None else f" --model {model}") + ("" if card == "80GiB" else f" --card {card}")
+    command += "" if layers is None else f" --layers {layers}"
     command += f" --gpu-memory {gpu_memory}"
     measured = lengths_bench.measure_cells(
-        lengths_bench.PAPER_CELLS, factor=factor, offload=offload, layers=layers, card_bytes=parse_bytes(gpu_memory),
-        command=command,
-    )  # fmt: skip
+        chosen, factor=factor, offload=offload, card_bytes=parse_bytes(gpu_memory), command=command
+    )
     _run_steps(measured, out)
 
 

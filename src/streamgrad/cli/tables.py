@@ -32,19 +32,19 @@ def head_table(records: list[head_bench.HeadRecord]) -> Table:
 
 
 def step_table(records: list[step_bench.StepRecord]) -> Table:
-    """A row per length and method, with the time relative to the first method's."""
+    """A row per shape and method, with the time relative to the first method's."""
     table = Table(title=f"forward + backward, {records[0].device}", title_justify="left")
     for name in ("model", "tokens", "method", "step", "peak", "host", "time against " + records[0].method):
         table.add_column(name, justify="left" if name in ("model", "method") else "right")
-    base = {record.seq_len: record.step_ms for record in records if record.method == records[0].method}
-    for record in sorted(records, key=lambda record: record.seq_len):
+    base = {(record.batch, record.seq_len): record.step_ms for record in records if record.method == records[0].method}
+    for record in sorted(records, key=lambda record: (record.batch, record.seq_len)):
         if record.step_ms is None or record.peak_bytes is None:
-            table.add_row(_model_cell(record), f"{record.seq_len:,}", record.method, record.error, "-", "-", "-")
+            table.add_row(_model_cell(record), tokens_of(record), record.method, record.error, "-", "-", "-")
             continue
-        reference = base[record.seq_len]
+        reference = base[record.batch, record.seq_len]
         table.add_row(
             _model_cell(record),
-            f"{record.seq_len:,}",
+            tokens_of(record),
             record.method,
             f"{record.step_ms:,.0f} ms",
             f"{record.peak_bytes / 1e9:.1f} GB",
@@ -54,9 +54,15 @@ def step_table(records: list[step_bench.StepRecord]) -> Table:
     return table
 
 
+def tokens_of(record: step_bench.StepRecord) -> str:
+    """`9,000`, or `4 x 9,000`."""
+    return f"{record.seq_len:,}" if record.batch == 1 else f"{record.batch} x {record.seq_len:,}"
+
+
 def _model_cell(record: step_bench.StepRecord) -> str:
-    """`qwen3-8b lora, 2 layers + ballast`, as far as it applies."""
+    """`qwen3-8b lora dpo, 2 layers + ballast`, as far as it applies."""
     name = record.model if record.training == "full" else f"{record.model} {record.training}"
+    name += "" if record.objective == "sft" else f" {record.objective}"
     if record.layers == preset_config(record.model).num_hidden_layers:
         return name
     return f"{name}, {record.layers} layers" + (" + ballast" if record.ballast_bytes else "")

@@ -1,0 +1,66 @@
+"""The methods that streamgrad is measured beside, set up as their authors would.
+
+`mst` is the Mini-Sequence Transformer (Luo et al. 2024, arXiv 2407.15892), in plain PyTorch from its description: gradient
+checkpointing, the MLP run on one piece of the sequence after the other, and head and cross entropy likewise, with each piece's
+logits made again in backward. The sizes of the pieces are the defaults of its authors' code.
+
+Shapes: B sequences, T tokens, E model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import MethodType
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from streamgrad.models.support import decoder_layers
+
+MLP_PIECE_TOKENS = 4096
+HEAD_PIECES = 16
+
+
+def apply_liger(model_type: str, *, fused_loss: bool) -> None:
+    """Liger's kernels for every model of this type that the process builds from now on."""
+    try:
+        liger = importlib.import_module("liger_kernel.transformers")
+    except ModuleNotFoundError as error:
+        raise ValueError("the methods liger and streamgrad-liger need liger-kernel. Run: pip install liger-kernel") from error
+    patch = getattr(liger, f"apply_liger_kernel_to_{model_type}", None)
+    if patch is None:
+        raise ValueError(f"liger-kernel has no kernels for {model_type}. Leave the methods with liger out.")
+    patch(fused_linear_cross_entropy=fused_loss)
+
+
+def split_mlps(network: PreTrainedModel) -> None:
+    """Each layer's MLP runs on pieces of `MLP_PIECE_TOKENS` tokens of the sequence."""
+    for layer in decoder_layers(network.get_decoder()):
+        mlp = getattr(layer, "mlp", None)
+        if not isinstance(mlp, nn.Module):
+            raise ValueError(f"{type(layer).__name__} has no module named mlp to split. Leave the method mst out.")
+        mlp.__dict__["forward"] = MethodType(_forward_in_pieces, mlp)
+
+
+def _forward_in_pieces(mlp: nn.Module, h_BTE: Tensor) -> Tensor:
+    return torch.cat([type(mlp).forward(mlp, piece) for piece in h_BTE.split(MLP_PIECE_TOKENS, dim=1)], dim=1)
+
+
+def mini_sequence_loss(network: PreTrainedModel, ids_BT: Tensor) -> Tensor:
+    """`network(input_ids=ids, labels=ids).loss`, with the logits of one of `HEAD_PIECES` pieces of the sequence at a time."""
+    h_BTE = network.get_decoder()(input_ids=ids_BT, use_cache=False).last_hidden_state[:, :-1]
+    targets_BT = ids_BT[:, 1:]
+    head = network.get_output_embeddings()
+
+    def summed(h_BLE: Tensor, targets_BL: Tensor) -> Tensor:
+        logits_NV = head(h_BLE).flatten(0, 1)
+        # As transformers' own loss: in fp32, where the model is not in more.
+        logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+        return F.cross_entropy(logits_NV, targets_BL.flatten(), reduction="sum")
+
+    pieces = zip(h_BTE.chunk(HEAD_PIECES, dim=1), targets_BT.chunk(HEAD_PIECES, dim=1), strict=True)
+    losses = [checkpoint(summed, *piece, use_reentrant=False) for piece in pieces]
+    return torch.stack(losses).sum() / targets_BT.numel()
