@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +12,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from streamgrad.bench import lengths, step
-from streamgrad.bench.records import append_records, versions
+from streamgrad.bench.records import Session, append_records, rows_in, versions
+from streamgrad.cli.app import app
 from streamgrad.cli.tables import step_table
 from streamgrad.config import StreamConfig
 from streamgrad.models import presets
@@ -189,8 +192,95 @@ def test_records_and_table(tmp_path):
 
 
 def test_help_has_an_example():
-    from streamgrad.cli.app import app
-
     result = CliRunner(env={"COLUMNS": "140"}).invoke(app, ["bench", "step", "--help"])
     assert result.exit_code == 0
     assert "--methods hf,liger,streamgrad" in result.output
+
+
+@pytest.fixture
+def on_cpu(tiny_preset, monkeypatch):
+    """The command line, whose steps run on a CPU."""
+    for module in (step, lengths):
+        monkeypatch.setattr(module, "measure_steps", partial(step.measure_steps, device=torch.device("cpu")))
+
+    def invoke(command: str):
+        return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["bench", *command.split()])
+
+    return invoke
+
+
+def test_batches_from_the_command_line(on_cpu, tmp_path):
+    out = tmp_path / "step.jsonl"
+    result = on_cpu(f"step --model tiny --seq 33 --batch 1,2 --methods hf,mst --runs 1 --warm-ups 0 --out {out}")
+    assert result.exit_code == 0, result.output
+    assert [(row["method"], row["batch"]) for row in rows_in(out)] == [("hf", 1), ("hf", 2), ("mst", 1), ("mst", 2)]
+    assert "--batch 1,2" in rows_in(out)[0]["command"]
+    assert rows_in(out)[2]["policy"]["head_pieces"] == 16
+
+
+def test_partitions_from_the_command_line(on_cpu, tmp_path):
+    out = tmp_path / "partition.jsonl"
+    result = on_cpu(f"partition --model tiny --seq 33 --chunk-sizes 8,16 --runs 1 --out {out}")
+    assert result.exit_code == 0, result.output
+    assert [row["policy"]["plan"].split(" tokens")[0] for row in rows_in(out)] == [
+        "2 x input; chunks of 8",
+        "2 x input; chunks of 16",
+    ]
+
+
+def test_memory_of_adapters_from_the_command_line(on_cpu, tmp_path):
+    out = tmp_path / "memory.jsonl"
+    options = "--model tiny --seq 32,64 --methods hf,streamgrad --training lora --offload none"
+    result = on_cpu(f"memory {options} --out {out}")
+    assert result.exit_code == 0, result.output
+    assert [(row["training"], row["error"]) for row in rows_in(out)] == [("lora", None)] * 4
+    assert "streamgrad: " in result.output and "KB of device memory a token" in result.output
+
+
+def test_an_interrupted_run_is_resumed_where_it_stopped(on_cpu, tmp_path, monkeypatch):
+    out, measured = tmp_path / "step.jsonl", []
+    command = f"step --model tiny --seq 16,32,48 --methods hf,streamgrad --runs 1 --warm-ups 0 --out {out}"
+    stock = step.OBJECTIVES["sft"]
+
+    def interrupted(network, ids_BT, reference):
+        measured.append(ids_BT.shape[1])
+        loss = stock(network, ids_BT, reference)
+        if len(measured) == 5:  # each cell is two steps: one is timed, one is counted
+            raise KeyboardInterrupt
+        return loss
+
+    monkeypatch.setitem(step.OBJECTIVES, "sft", interrupted)
+    result = on_cpu(command)
+    assert result.exit_code == 130
+    before = out.read_text()
+    assert before.endswith("\n")
+    assert [(row["method"], row["seq_len"], row["error"]) for row in rows_in(out)] == [("hf", 16, None), ("hf", 32, None)]
+
+    measured[:] = range(5)
+    result = on_cpu(command + " --resume")
+    assert result.exit_code == 0, result.output
+    assert measured[5:] == [48, 48, 16, 16, 32, 32, 48, 48]
+    assert out.read_text().startswith(before) and len(rows_in(out)) == 6
+
+    result = on_cpu(command + " --resume")
+    assert "All 6 cells" in result.output and len(rows_in(out)) == 6
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("command", "another"), ("versions", {}), ("device", "a GPU"), ("batch", 2), ("objective", "dpo"), ("layers", 1),
+        ("policy", {"chunk_size": 8}),
+    ],
+)  # fmt: skip
+def test_a_record_of_something_else_is_not_resumed_from(tiny_preset, field, value):
+    (made,) = step.measure_steps(**tiny_preset)
+    row = json.loads(json.dumps(asdict(made)))
+    changed = row | {field: row["policy"] | value if field == "policy" else value}
+    assert not list(step.measure_steps(**tiny_preset, session=Session([row])))
+    assert len(list(step.measure_steps(**tiny_preset, session=Session([changed])))) == 1
+
+
+def test_numbers_that_are_none(on_cpu):
+    result = on_cpu("step --seq 6k")
+    assert isinstance(result.exception, ValueError) and "'6k' is not a list of whole numbers" in str(result.exception)

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from streamgrad.bench.objective import ROWS
 from streamgrad.bench.paper import read_paper
+from streamgrad.bench.records import EVERYTHING, Session
 from streamgrad.bench.step import StepRecord, measure_steps
 from streamgrad.config import StreamConfig
 from streamgrad.models.presets import preset_config
@@ -91,14 +92,33 @@ def ballast_of_missing_layers(model: str, *, offload: str, has_copy: bool = Fals
 
 
 def measure_memory(
-    *, model: str, lengths: Sequence[int], methods: Sequence[str], layers: int | None, command: str
+    *,
+    model: str,
+    lengths: Sequence[int],
+    methods: Sequence[str],
+    command: str,
+    layers: int | None = None,
+    training: str = "full",
+    offload: str = "host",
+    session: Session = EVERYTHING,
 ) -> Iterator[StepRecord]:
-    """Peak bytes at several lengths with inputs in host memory, one step each after one that warms up."""
-    config = StreamConfig(keep="input", offload="host")
+    """Peak bytes at several lengths where layers keep their inputs alone, one step each after one that warms up."""
     yield from measure_steps(
-        model=model, lengths=lengths, methods=methods, config=config, runs=1, warm_ups=1, layers=layers, command=command,
-        benchmark="memory",
+        model=model, lengths=lengths, methods=methods, config=StreamConfig(keep="input", offload=offload), runs=1, warm_ups=1,
+        layers=layers, training=training, command=command, benchmark="memory", session=session,
     )  # fmt: skip
+
+
+def measure_partitions(
+    *, model: str, length: int, chunk_sizes: Sequence[int], runs: int, command: str, session: Session = EVERYTHING
+) -> Iterator[StepRecord]:
+    """Time and memory of a step by chunk size. As in the paper, layers keep their inputs, on the device."""
+    for chunk_size in chunk_sizes:
+        config = StreamConfig(keep="input", offload="none", chunk_size=chunk_size)
+        yield from measure_steps(
+            model=model, lengths=[length], methods=["streamgrad"], config=config, runs=runs, warm_ups=1, command=command,
+            benchmark="partition", session=session,
+        )  # fmt: skip
 
 
 def slope_bytes(records: Sequence[StepRecord]) -> float | None:
@@ -110,15 +130,17 @@ def slope_bytes(records: Sequence[StepRecord]) -> float | None:
     return (high - low) / (longest - shortest)
 
 
-def measure_longest(*, model: str, length: int, command: str) -> Iterator[StepRecord]:
+def measure_longest(*, model: str, length: int, command: str, session: Session = EVERYTHING) -> Iterator[StepRecord]:
     """One step of the whole model with everything left to auto."""
     yield from measure_steps(
         model=model, lengths=[length], methods=["streamgrad"], config=StreamConfig(), runs=1, warm_ups=0, command=command,
-        benchmark="max-length",
+        benchmark="max-length", session=session,
     )  # fmt: skip
 
 
-def measure_cells(chosen: Sequence[Cell], *, factor: float, offload: str, card_bytes: int, command: str) -> Iterator[StepRecord]:
+def measure_cells(
+    chosen: Sequence[Cell], *, factor: float, offload: str, card_bytes: int, command: str, session: Session = EVERYTHING
+) -> Iterator[StepRecord]:
     """One step of each cell at `factor` times its length, under a cap on the process's device memory."""
     if not torch.cuda.is_available():
         raise ValueError("bench max-length measures a GPU, and torch sees none.")
@@ -140,6 +162,7 @@ def measure_cells(chosen: Sequence[Cell], *, factor: float, offload: str, card_b
                 command=command,
                 benchmark="max-length",
                 ballast=ballast,
+                session=session,
             )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,31 @@ def versions(*packages: str) -> dict[str, str]:
 
 def append_records(path: Path, records: Iterable[Any]) -> None:
     """One JSON line per dataclass in `records`, after what the file already holds."""
+    text = "".join(json.dumps(asdict(record)) + "\n" for record in records)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        file.writelines(json.dumps(asdict(record)) + "\n" for record in records)
+        file.write(text)
+
+
+def rows_in(path: Path) -> list[dict[str, Any]]:
+    """The records of a file, in their order; of one that is not there, none."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@dataclass(frozen=True)
+class Session:
+    """Cells that need not be measured, as earlier `rows` have them, and whom to tell which cell comes next."""
+
+    rows: Sequence[dict[str, Any]] = ()
+    tell: Callable[[str], None] = lambda cell: None
+
+    def has(self, cell: dict[str, Any], options: dict[str, Any]) -> bool:
+        """Whether a row has these fields, and these options in its policy."""
+        return any(
+            all(row.get(name) == value for name, value in cell.items())
+            and all(row["policy"].get(name) == value for name, value in options.items())
+            for row in self.rows
+        )
+
+
+EVERYTHING = Session()

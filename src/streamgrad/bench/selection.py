@@ -5,7 +5,6 @@ A record is a row of `benchmarks/results/*.jsonl`, as a dictionary. Where a cell
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,12 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from streamgrad.bench.lengths import slope_bytes
+from streamgrad.bench.records import rows_in
 from streamgrad.config import parse_bytes
 
 Record = dict[str, Any]
 Records = dict[str, list[Record]]  # by the name of their file
 
-STEP_FILES = ("step", "memory", "max_length")
+STEP_FILES = ("step", "memory", "max_length", "partition")
 FILES = (*STEP_FILES, "linear", "precision", "head")
 _AUTOMATIC = ("chunk_size", "keep", "offload")
 
@@ -34,9 +34,8 @@ def read_records(results: Path) -> Records:
     """By benchmark, in the order in which they were measured; a file that is not there has no records."""
     found: Records = {}
     for name in FILES:
-        path = results / f"{name}.jsonl"
         unsaid = _EARLIER if name in STEP_FILES else {}
-        found[name] = [unsaid | json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        found[name] = [unsaid | row for row in rows_in(results / f"{name}.jsonl")]
     if not any(found.values()):
         raise ValueError(f"{results} has no records. Pass the folder that `streamgrad bench` appends to, with --results.")
     return found

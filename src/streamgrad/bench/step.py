@@ -10,7 +10,6 @@ import copy
 import gc
 import importlib
 import itertools
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +20,8 @@ from transformers import PreTrainedModel
 
 import streamgrad
 from streamgrad.bench.objective import OBJECTIVES
-from streamgrad.bench.peers import apply_liger, mini_sequence_loss, split_mlps
-from streamgrad.bench.records import device_name, median_ms, versions
+from streamgrad.bench.peers import HEAD_PIECES, MLP_PIECE_TOKENS, apply_liger, mini_sequence_loss, split_mlps
+from streamgrad.bench.records import EVERYTHING, Session, device_name, median_ms, rows_in, versions
 from streamgrad.config import StreamConfig
 from streamgrad.core.chunk import KEYS_AT_ONCE
 from streamgrad.models.forwards import InstalledForward
@@ -83,6 +82,7 @@ def measure_steps(
     ballast: Callable[[PreTrainedModel, int], int] | None = None,
     budgets: dict[int, int] | None = None,
     device: torch.device | None = None,
+    session: Session = EVERYTHING,
 ) -> Iterator[StepRecord]:
     """A record per method, length and batch. Each method gets a model of its own, made from the same seed.
 
@@ -95,6 +95,7 @@ def measure_steps(
         ballast: of the built model and a number of tokens, bytes to be held on the device while it is measured.
         budgets: `memory_budget` by length, in place of the one in `config`.
         device: the GPU unless given. On a CPU, `peak_bytes` is counted above what the step found.
+        session: cells that it has are left out.
     """
     _check_choices(methods, objective)
     preset = preset_config(model)
@@ -102,7 +103,23 @@ def measure_steps(
         if not torch.cuda.is_available():
             raise ValueError(f"bench {benchmark} measures a GPU, and torch sees none.")
         device = torch.device("cuda")
+    shared: dict[str, Any] = {
+        "benchmark": benchmark, "model": model, "training": training, "objective": objective,
+        "layers": layers or preset.num_hidden_layers, "device": device_name(device),
+        "versions": versions("transformers", "liger-kernel", "triton"), "command": command,
+    }  # fmt: skip
     for method in sorted(methods, key=_ORDER.index):
+        streams = "streamgrad" in method
+        pending = []
+        for length, batch in itertools.product(lengths, batches):
+            cell = shared | {"method": method, "batch": batch, "seq_len": length}
+            used = replace(config, memory_budget=budgets[length]) if budgets else config
+            if session.has(cell, vars(used) if streams else {}):
+                session.tell(f"{model} {method} at {batch} x {length:,}: measured before")
+            else:
+                pending.append((cell, used))
+        if not pending:
+            continue
         clear_memory()
         torch.manual_seed(0)
         if "liger" in method:
@@ -113,13 +130,14 @@ def measure_steps(
             _attach_lora(network)
         elif objective != "sft":
             reference = copy.deepcopy(network).requires_grad_(False)
-        if "streamgrad" not in method:
+        if not streams:
             network.gradient_checkpointing_enable(offload=method == "liger-offload")
         if method == "mst":
             split_mlps(network)
-        for length, batch in itertools.product(lengths, batches):
-            used = replace(config, memory_budget=budgets[length]) if budgets else config
-            if "streamgrad" in method:
+        for cell, used in pending:
+            batch, length = cell["batch"], cell["seq_len"]
+            session.tell(f"{model} {method} at {batch} x {length:,}")
+            if streams:
                 streamgrad.enable(network, used)
                 if reference is not None:
                     streamgrad.enable(reference, used)
@@ -127,25 +145,15 @@ def measure_steps(
             held_bytes = ballast(network, batch * length) if ballast else 0
             outcome = _measure(
                 _step_of(method, objective, network, ids_BT, reference), device, runs, warm_ups=warm_ups,
-                kernels=kernels and "streamgrad" in method, held_bytes=held_bytes,
+                kernels=kernels and streams, held_bytes=held_bytes,
             )  # fmt: skip
             installed = InstalledForward.on(network.get_decoder())
             yield StepRecord(
-                benchmark=benchmark,
-                method=method,
-                model=model,
-                training=training,
-                objective=objective,
-                batch=batch,
-                seq_len=length,
-                layers=layers or preset.num_hidden_layers,
+                **cell,
                 **outcome,
                 host_bytes=installed.stream.host_store.total_bytes if installed else 0,
                 ballast_bytes=held_bytes,
-                policy=_policy_of(used, installed) if installed else {"gradient_checkpointing": True, "attention": "sdpa"},
-                device=device_name(device),
-                versions=versions("transformers", "liger-kernel", "triton"),
-                command=command,
+                policy=_policy_of(used, installed) if installed else _peers_policy(method),
             )
             streamgrad.disable(network)
             if reference is not None:
@@ -166,10 +174,9 @@ def _check_choices(methods: Sequence[str], objective: str) -> None:
 
 def peaks_in(path: Path, *, method: str, model: str, lengths: Sequence[int]) -> dict[int, int]:
     """By length, the peak bytes of the latest record of a method."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     peaks = {
         row["seq_len"]: row["peak_bytes"]
-        for row in rows
+        for row in rows_in(path)
         if (row["method"], row["model"], row.get("batch", 1)) == (method, model, 1)
     }
     missing = [length for length in lengths if not peaks.get(length)]
@@ -182,6 +189,11 @@ def _policy_of(config: StreamConfig, installed: InstalledForward) -> dict[str, A
     """The options, what they came to, and the bound on a kernel's workspace (records of before there was one lack it)."""
     outcome = {"plan": str(installed.stream.planner.latest), "kernel": installed.stream.backends[0].name}
     return vars(config) | outcome | {"keys_at_once": KEYS_AT_ONCE}
+
+
+def _peers_policy(method: str) -> dict[str, Any]:
+    policy = {"gradient_checkpointing": True, "attention": "sdpa"}
+    return policy | {"mlp_piece_tokens": MLP_PIECE_TOKENS, "head_pieces": HEAD_PIECES} if method == "mst" else policy
 
 
 def _step_of(method: str, objective: str, network: Any, ids_BT: torch.Tensor, reference: Any) -> Callable[[], None]:

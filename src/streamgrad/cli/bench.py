@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import streamgrad
 from streamgrad.bench import head as head_bench
@@ -18,13 +21,15 @@ from streamgrad.bench import lengths as lengths_bench
 from streamgrad.bench import linear
 from streamgrad.bench import precision as precision_bench
 from streamgrad.bench import step as step_bench
-from streamgrad.bench.records import RESULTS, append_records
+from streamgrad.bench.records import RESULTS, Session, append_records, rows_in
 from streamgrad.bench.report import REPORT, write_report
 from streamgrad.check.precision import check_precision
 from streamgrad.cli.check import check_table
 from streamgrad.cli.tables import head_table, linear_table, step_table, tokens_of
 from streamgrad.config import parse_bytes
 from streamgrad.models.presets import config_of
+
+_RESUME = "Leave out what the file has from the same command, on this device, with these versions."
 
 bench = typer.Typer(help="Measure time and memory; each benchmark appends its rows to a file.", no_args_is_help=True)
 
@@ -133,6 +138,7 @@ def bench_step(
     kernels: Annotated[bool, typer.Option(help="Profile one more step of streamgrad's: kernel time by kind.")] = False,
     warm_ups: Annotated[int, typer.Option(min=0, help="Steps before those that are timed: kernels settle in them.")] = 4,
     runs: Annotated[int, typer.Option(min=1, help="Timed steps after the warm-up; the median counts.")] = 3,
+    resume: Annotated[bool, typer.Option("--resume", help=_RESUME)] = False,
     out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = RESULTS / "step.jsonl",
 ) -> None:
     """Time and memory of one forward and backward in bfloat16 on a GPU, method beside method.
@@ -143,7 +149,7 @@ def bench_step(
 
     `python -m streamgrad bench step --seq 9000 --batch 1,2,4,16 --methods hf,mst,liger,streamgrad`
     """
-    lengths = [int(length) for length in seq.split(",")]
+    lengths, batches, chosen = _numbers(seq), _numbers(batch), methods.split(",")
     options: dict[str, Any] = {
         "chunk_size": chunk_size,
         "keep": keep,
@@ -159,23 +165,41 @@ def bench_step(
     options["chunk_size"] = int(chunk_size) if chunk_size.isdecimal() else chunk_size
     budgets = step_bench.peaks_in(out, method="liger", model=model, lengths=lengths) if memory_budget == "liger" else None
     config = streamgrad.StreamConfig(**options, memory_budget=None if budgets else memory_budget)
-    _run_steps(
-        step_bench.measure_steps(
-            model=model, lengths=lengths, methods=methods.split(","), config=config, runs=runs, command=command,
-            batches=[int(rows) for rows in batch.split(",")], kernels=kernels, warm_ups=warm_ups, budgets=budgets,
-        ),
-        out,
+    measure = partial(
+        step_bench.measure_steps, model=model, lengths=lengths, methods=chosen, config=config, runs=runs, command=command,
+        batches=batches, kernels=kernels, warm_ups=warm_ups, budgets=budgets,
     )  # fmt: skip
+    _run_steps(measure, out, cells=len(chosen) * len(lengths) * len(batches), resume=resume)
 
 
-def _run_steps(records: Iterator[step_bench.StepRecord], out: Path) -> list[step_bench.StepRecord]:
-    """Measure, keep each record as it comes, and print the table."""
-    done = []
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{text!r} is not a list of whole numbers. Separate them by commas, as in 6000,12000.") from None
+
+
+def _run_steps(
+    measure: Callable[..., Iterator[step_bench.StepRecord]], out: Path, *, cells: int, resume: bool
+) -> list[step_bench.StepRecord]:
+    """Measure, keep each record as it comes, and print the table. An interrupted cell leaves no record."""
+    done: list[step_bench.StepRecord] = []
     console = Console()
-    for record in records:
-        append_records(out, [record])
-        done.append(record)
-        console.print(f"{record.model} {record.method} at {tokens_of(record)}: {record.error or f'{record.step_ms:,.0f} ms'}")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar, before = progress.add_task("", total=cells), itertools.count()
+
+        def tell(cell: str) -> None:
+            progress.update(bar, description=cell, completed=next(before))
+
+        for record in measure(session=Session(rows_in(out) if resume else (), tell)):
+            append_records(out, [record])
+            done.append(record)
+            outcome = record.error or f"{record.step_ms:,.0f} ms"
+            console.print(f"{record.model} {record.method} at {tokens_of(record)}: {outcome}", soft_wrap=True)
+    if not done:
+        console.print(f"All {cells} cells are in {out}: nothing was measured.", soft_wrap=True)
+        return done
     console.print(step_table(done))
     console.print(f"Records appended to {out}", soft_wrap=True)
     return done
@@ -186,26 +210,56 @@ def bench_memory(
     model: Annotated[str, typer.Option(help="A preset: a published shape, with random weights.")] = "qwen3-8b",
     seq: Annotated[str, typer.Option(help="Sequence lengths, separated by commas.")] = "65536,131072,262144",
     methods: Annotated[str, typer.Option(help=f"Some of {', '.join(step_bench.METHODS)}.")] = "streamgrad,liger-offload",
+    training: Annotated[str, typer.Option(help="full, or lora of rank 32.")] = "full",
+    offload: Annotated[str, typer.Option(help="streamgrad's layer inputs: host, or none for the device.")] = "host",
     layers: Annotated[int | None, typer.Option(min=1, help="Build only so many layers.", show_default="all")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help=_RESUME)] = False,
     out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = RESULTS / "memory.jsonl",
 ) -> None:
-    """Device bytes a token with layer inputs in host memory.
+    """Device bytes against length, of steps whose layers keep their inputs alone.
 
     **Examples**
 
     `python -m streamgrad bench memory --layers 4`
+
+    `python -m streamgrad bench memory --model qwen3-14b --training lora --offload none --seq 8000,16000 --methods hf,streamgrad`
     """
     command = f"python -m streamgrad bench memory --model {model} --seq {seq} --methods {methods}"
+    command += ("" if training == "full" else f" --training {training}") + ("" if offload == "host" else f" --offload {offload}")
     command += "" if layers is None else f" --layers {layers}"
-    lengths = [int(length) for length in seq.split(",")]
-    measured = lengths_bench.measure_memory(
-        model=model, lengths=lengths, methods=methods.split(","), layers=layers, command=command
-    )
-    done = _run_steps(measured, out)
+    lengths, chosen = _numbers(seq), methods.split(",")
+    measure = partial(
+        lengths_bench.measure_memory, model=model, lengths=lengths, methods=chosen, layers=layers, training=training,
+        offload=offload, command=command,
+    )  # fmt: skip
+    done = _run_steps(measure, out, cells=len(chosen) * len(lengths), resume=resume)
     for method in dict.fromkeys(record.method for record in done):
         slope = lengths_bench.slope_bytes([record for record in done if record.method == method])
         if slope is not None:
             Console().print(f"{method}: {slope / 1e3:.1f} KB of device memory a token")
+
+
+@bench.command("partition")
+def bench_partition(
+    model: Annotated[str, typer.Option(help="A preset: a published shape, with random weights.")] = "qwen3-4b",
+    seq: Annotated[int, typer.Option(min=1, help="Tokens of the sequence.")] = 24_000,
+    chunk_sizes: Annotated[
+        str, typer.Option(help="Tokens that a layer processes at a time, separated by commas.")
+    ] = "500,1000,2000,5000,8000,24000",
+    runs: Annotated[int, typer.Option(min=1, help="Timed steps after the warm-up; the median counts.")] = 3,
+    resume: Annotated[bool, typer.Option("--resume", help=_RESUME)] = False,
+    out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = RESULTS / "partition.jsonl",
+) -> None:
+    """Time and memory of a step against the chunk size; layers keep their inputs, on the device.
+
+    **Examples**
+
+    `python -m streamgrad bench partition --model qwen3-4b --seq 24000 --chunk-sizes 500,1000,2000,8000`
+    """
+    command = f"python -m streamgrad bench partition --model {model} --seq {seq} --chunk-sizes {chunk_sizes} --runs {runs}"
+    sizes = _numbers(chunk_sizes)
+    measure = partial(lengths_bench.measure_partitions, model=model, length=seq, chunk_sizes=sizes, runs=runs, command=command)
+    _run_steps(measure, out, cells=len(sizes), resume=resume)
 
 
 @bench.command("max-length")
@@ -227,6 +281,7 @@ def bench_max_length(
     gpu_memory: Annotated[
         str | None, typer.Option(help="Without --seq: what the process may hold.", show_default="79GiB; 23.5GiB of 24GiB")
     ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help=_RESUME)] = False,
     out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = RESULTS / "max_length.jsonl",
 ) -> None:
     """Whether a step of a given length fits a card.
@@ -242,7 +297,8 @@ def bench_max_length(
     if seq is not None:
         model = model or "qwen3-8b"
         command = f"python -m streamgrad bench max-length --model {model} --seq {seq}"
-        _run_steps(lengths_bench.measure_longest(model=model, length=seq, command=command), out)
+        measure = partial(lengths_bench.measure_longest, model=model, length=seq, command=command)
+        _run_steps(measure, out, cells=1, resume=resume)
         return
     chosen = lengths_bench.cells(objective, model=model, card=card)
     if layers is not None:
@@ -252,10 +308,10 @@ def bench_max_length(
     command += ("" if model is None else f" --model {model}") + ("" if card == "80GiB" else f" --card {card}")
     command += "" if layers is None else f" --layers {layers}"
     command += f" --gpu-memory {gpu_memory}"
-    measured = lengths_bench.measure_cells(
-        chosen, factor=factor, offload=offload, card_bytes=parse_bytes(gpu_memory), command=command
+    measure = partial(
+        lengths_bench.measure_cells, chosen, factor=factor, offload=offload, card_bytes=parse_bytes(gpu_memory), command=command
     )
-    _run_steps(measured, out)
+    _run_steps(measure, out, cells=len(chosen), resume=resume)
 
 
 @bench.command("precision")

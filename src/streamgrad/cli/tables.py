@@ -41,7 +41,7 @@ def step_table(records: list[step_bench.StepRecord]) -> Table:
         if record.step_ms is None or record.peak_bytes is None:
             table.add_row(_model_cell(record), tokens_of(record), record.method, record.error, "-", "-", "-")
             continue
-        reference = base[record.batch, record.seq_len]
+        reference = base.get((record.batch, record.seq_len))
         table.add_row(
             _model_cell(record),
             tokens_of(record),
