@@ -10,8 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from streamgrad.bench import linear
+from streamgrad.bench.plots import draw_plots
 from streamgrad.bench.report import SECTIONS, read_paper, read_records, render, speed_table, write_report
-from streamgrad.bench.selection import automatic_steps, card_bytes, has_faulty_peak, latest, slopes
+from streamgrad.bench.selection import automatic_steps, card_bytes, has_faulty_peak, latest, memory_series, token_bytes
 from streamgrad.cli.app import app
 
 ROOT = Path(__file__).parent.parent
@@ -71,22 +72,91 @@ def test_a_step_with_an_option_set_is_not_in_the_speed_table(records, option):
     assert speed_table(records | {"step": [*records["step"], again]}) == speed_table(records)
 
 
-def test_partitions_are_compared_once_two_were_measured(records):
+def step_row(records, **changes) -> dict:
+    return copy.deepcopy(automatic_steps(records["step"])["streamgrad", 36_000]) | changes
+
+
+def test_partitions_are_compared(records):
     rows = []
-    for size in (1000, 5000):
-        row = copy.deepcopy(automatic_steps(records["step"])["streamgrad", 36_000])
-        row["policy"] |= {"chunk_size": size, "keep": "input"}
-        rows.append(row | {"step_ms": 1000.0 + size})
-    text = render(records | {"step": rows}, read_paper())
-    assert "| qwen3-4b | 36,000 | input, auto | 1,000 | 2,000 ms |" in text
-    assert "| qwen3-4b | 36,000 | input, auto | 5,000 | 6,000 ms |" in text
+    for size in (5000, 1000):
+        row = step_row(records, step_ms=1000.0 + size, benchmark="partition")
+        row["policy"] |= {"chunk_size": size, "keep": "input", "offload": "none"}
+        rows.append(row)
+    text = render(records | {"partition": rows}, read_paper())
+    assert "| qwen3-4b | 36,000 | 1,000 | 2,000 ms |" in text
+    assert text.index("| qwen3-4b | 36,000 | 1,000 |") < text.index("| qwen3-4b | 36,000 | 5,000 | 6,000 ms |")
+
+
+def test_batches_are_seconds_a_sample(records):
+    rows = [step_row(records, seq_len=9000, batch=batch, method="mst", step_ms=700.0 * batch) for batch in (1, 2, 4)]
+    rows.append(step_row(records, seq_len=9000, batch=16, method="mst", step_ms=None, peak_bytes=None, error="out of memory"))
+    changed = records | {"step": [*records["step"], *rows]}
+    text = render(changed, read_paper())
+    assert "| ours: MsT | 0.700 s | 0.700 s | 0.700 s | out of memory |" in text
+    assert "| ours: streamgrad | not run | not run | not run | not run |" in text
+    assert speed_table(changed) == speed_table(records)
+    assert automatic_steps(changed["step"]).keys() - automatic_steps(records["step"]).keys() == {("mst", 9000)}
+
+
+@pytest.mark.parametrize(("objective", "rows", "tokens"), [("dpo", 2, 121_800), ("grpo", 8, 33_000)])
+def test_lengths_are_compared_by_objective(records, objective, rows, tokens):
+    row = next(r for r in records["max_length"] if (r["model"], r["training"]) == ("qwen3-8b", "lora"))
+    row = row | {"objective": objective, "batch": rows, "seq_len": tokens}
+    failed = row | {"model": "qwen3-14b", "step_ms": None, "peak_bytes": None, "error": "out of memory"}
+    text = render(records | {"max_length": [*records["max_length"], row, failed]}, read_paper())
+    section = text.partition(f"### {objective.upper()}")[2].partition("###")[0]
+    assert f"| qwen3-8b lora | {rows} x {tokens:,} | 2.00x | on the host | 2 of 36 |" in section
+    assert re.search(r"\| qwen3-14b lora \|.*\| out of memory \|", section)
+    assert "**Not run:**" not in section
+
+
+def test_lengths_are_compared_with_trls(records):
+    row = records["max_length"][0] | {"model": "gemma-3-1b", "seq_len": 215_040, "layers": 26, "step_ms": 1500.0}
+    text = render(records | {"max_length": [*records["max_length"], row]}, read_paper())
+    assert re.search(r"\| SFT \| gemma-3-1b full \| 215,040 \| 2.00x \|.*\| 26 of 26 \|.*\| 1,500 ms \|", text)
 
 
 def test_a_small_card_is_one_by_its_cap(records):
     row = next(r for r in records["max_length"] if (r["model"], r["training"]) == ("qwen3-8b", "lora"))
-    capped = row | {"seq_len": 14_240, "command": row["command"].replace("79GiB", "23GiB")}
+    capped = row | {"seq_len": 30_000, "layers": 36, "command": row["command"].replace("79GiB", "23.5GiB")}
     text = render(records | {"max_length": [*records["max_length"], capped]}, read_paper())
-    assert re.search(r"## A card of 24 GB\n.*?\| qwen3-8b lora \| 14,240 \|[^\n]*\| 23 GiB \|", text, re.DOTALL)
+    assert text.count("| qwen3-8b lora | 30,000 |") == 1
+    assert re.search(r"## A card of 24 GB\n.*?\| qwen3-8b lora \| 30,000 \| 2.00x \|[^\n]*\| 23.5 GiB \|", text, re.DOTALL)
+
+
+def whole_model_rows(records) -> list[dict]:
+    """As `bench memory` makes them, of three models and three methods."""
+    row = records["memory"][0]
+    rows = []
+    for model, layers, gigabytes in (("qwen3-8b", 36, 17), ("qwen3-14b", 40, 30), ("qwen3-32b", 64, 66)):
+        for method, offload, cost in (
+            ("hf", None, 1.9),
+            ("mst", None, 0.9),
+            ("streamgrad", "none", 0.5),
+            ("streamgrad", "host", 0.1),
+        ):
+            for length in (8_000, 16_000, 32_000):
+                peak = int(1e9 * (gigabytes + cost * length / 1e3))
+                policy = {} if offload is None else {"offload": offload}
+                changes = {"model": model, "layers": layers, "method": method, "seq_len": length, "policy": policy}
+                rows.append(row | changes | {"training": "lora", "peak_bytes": peak, "step_ms": 1.0, "error": None})
+    return rows
+
+
+def test_whole_models_are_drawn_and_compared_with_mini_sequences(records, tmp_path):
+    changed = records | {"memory": [*records["memory"], *whole_model_rows(records)]}
+    text = render(changed, read_paper())
+    assert "| qwen3-32b lora | 64 | 16,000 | streamgrad, inputs on the host | 67.6 GB | 1.1 GB | 100.0 KB |" in text
+    section = text.partition("## Mini-sequences")[2].partition("\n## ")[0]
+    assert "| qwen3-8b lora | 36 | 8,000 | mst | 24.2 GB |" in section and "| hf |" not in section
+    drawn = {path.stem for path in draw_plots(changed, read_paper(), tmp_path)}
+    assert "memory_models" in drawn and set(re.findall(r"plots/(\w+)\.png", text)) <= drawn
+
+
+def test_the_cut_model_keeps_its_cost_beside_whole_ones(records):
+    changed = records["memory"] + whole_model_rows(records)
+    found = {series: token_bytes(rows) for series, rows in memory_series(changed).items() if not series.is_whole}
+    assert found == {series: token_bytes(rows) for series, rows in memory_series(records["memory"]).items()}
 
 
 def test_an_empty_folder_is_an_error(tmp_path):
@@ -99,7 +169,8 @@ def test_readmes_speed_table_is_that_of_the_records(records):
 
 
 def test_readmes_bytes_a_token_are_those_of_the_records(records):
-    cost = {method: f"{bytes_a_token / 1e3:.0f} KB" for (_, method), bytes_a_token in slopes(records["memory"]).items()}
+    cut = {s.method: rows for s, rows in memory_series(records["memory"]).items() if (s.model, s.layers) == ("qwen3-8b", 2)}
+    cost = {method: f"{token_bytes(rows) / 1e3:.0f} KB" for method, rows in cut.items()}
     text = " ".join((ROOT / "README.md").read_text().split())
     found = re.search(r"a token costs (\d+ KB) of device memory .*? Liger with checkpoint offload takes (\d+ KB)", text)
     assert found and found.groups() == (cost["streamgrad"], cost["liger-offload"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -41,7 +42,7 @@ class Cell:
 
 
 # TRL 1.15 under a cap of 79 GiB; GRPO's is the scoring of one completion.
-_TRL_CELLS = {
+TRL_CELLS = {
     "sft": Cell("gemma-3-1b", "full", "sft", 107_520, rows=1),
     "dpo": Cell("gemma-3-1b", "full", "dpo", 59_392, rows=2),
     "grpo": Cell("gemma-3-1b", "full", "grpo", 114_688, rows=1),
@@ -63,7 +64,7 @@ def cells(objective: str, *, model: str | None = None, card: str = "80GiB") -> l
             for (size, training), length in zip(map(str.split, table["columns"]), table[objective]["streambp"], strict=True)
             if length is not None
         ]
-        known += [_TRL_CELLS[objective]] if model == _TRL_CELLS[objective].model else []
+        known += [TRL_CELLS[objective]] if model == TRL_CELLS[objective].model else []
     else:
         raise ValueError(f"card={card!r} is not a choice. Pass one of {', '.join(CARDS)}.")
     found = [cell for cell in known if cell.objective == objective and model in (None, cell.model)]
@@ -121,8 +122,8 @@ def measure_partitions(
         )  # fmt: skip
 
 
-def slope_bytes(records: Sequence[StepRecord]) -> float | None:
-    """Bytes a token between the shortest and the longest record of one method."""
+def slope_bytes(records: Sequence[Any]) -> float | None:
+    """Bytes a token between the shortest and the longest of some records of steps."""
     done = sorted((record.seq_len, record.peak_bytes) for record in records if record.peak_bytes is not None)
     if len(done) < 2:
         return None

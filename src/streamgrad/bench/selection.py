@@ -9,17 +9,19 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from streamgrad.bench.lengths import slope_bytes
 from streamgrad.bench.records import rows_in
 from streamgrad.config import parse_bytes
+from streamgrad.models.presets import preset_config
 
 Record = dict[str, Any]
 Records = dict[str, list[Record]]  # by the name of their file
 
 STEP_FILES = ("step", "memory", "max_length", "partition")
 FILES = (*STEP_FILES, "linear", "precision", "head")
+SMALL_CARD = 24 * 2**30
 _AUTOMATIC = ("chunk_size", "keep", "offload")
 
 # Peaks, by their exact number of bytes, that held more than their step. The loop over methods kept the model of the method before
@@ -46,12 +48,12 @@ def latest(records: Iterable[Record], *names: str) -> dict[tuple[Any, ...], Reco
     return {tuple(record.get(name) for name in names): record for record in records}
 
 
-def automatic_steps(records: Sequence[Record]) -> dict[tuple[str, int], Record]:
-    """By method and length: whole steps of Qwen3-4B on one sequence, with all of the card's memory and no option set."""
+def automatic_steps(records: Sequence[Record], *, batch: int = 1) -> dict[tuple[str, int], Record]:
+    """By method and length: whole steps of Qwen3-4B with all of the card's memory and no option set."""
     chosen = [
         record
         for record in records
-        if (record["model"], record["training"], record["batch"]) == ("qwen3-4b", "full", 1)
+        if (record["model"], record["training"], record["batch"]) == ("qwen3-4b", "full", batch)
         and record["policy"].get("memory_budget") is None
         and all(record["policy"].get(name, "auto") == "auto" for name in _AUTOMATIC)
     ]
@@ -62,14 +64,45 @@ def has_faulty_peak(record: Record) -> bool:
     return record["peak_bytes"] in _FAULTY_PEAKS
 
 
-def slopes(records: Sequence[Record]) -> dict[tuple[str, str], float]:
-    """By model and method, device bytes a token between the shortest and the longest record with a valid peak."""
-    groups: dict[tuple[str, str], list[Any]] = {}
-    for (model, method, _), record in latest(records, "model", "method", "seq_len").items():
-        if not has_faulty_peak(record):
-            groups.setdefault((model, method), []).append(SimpleNamespace(**record))
-    found = {key: slope_bytes(rows) for key, rows in groups.items()}
-    return {key: slope for key, slope in found.items() if slope is not None}
+class Series(NamedTuple):
+    """Records of one method that differ in length alone; `on_host`: streamgrad's layer inputs are in host memory."""
+
+    model: str
+    training: str
+    layers: int
+    method: str
+    on_host: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}, inputs on the host" if self.on_host else self.method
+
+    @property
+    def is_whole(self) -> bool:
+        return self.layers == preset_config(self.model).num_hidden_layers
+
+
+def memory_series(records: Iterable[Record]) -> dict[Series, dict[int, Record]]:
+    """Records of `bench memory`, by length."""
+    found: dict[Series, dict[int, Record]] = {}
+    for record in records:
+        on_host = record["policy"].get("offload") == "host"
+        series = Series(record["model"], record["training"], record["layers"], record["method"], on_host)
+        found.setdefault(series, {})[record["seq_len"]] = record
+    return {series: dict(sorted(rows.items())) for series, rows in sorted(found.items())}
+
+
+def token_bytes(rows: dict[int, Record]) -> float | None:
+    """Of a series: device bytes a token between its shortest and its longest record with a valid peak."""
+    return slope_bytes([SimpleNamespace(**record) for record in rows.values() if not has_faulty_peak(record)])
+
+
+def partition_records(records: Records) -> dict[tuple[str, int], dict[int, Record]]:
+    """By model and length, the records of `bench partition` by chunk size."""
+    found: dict[tuple[str, int], dict[int, Record]] = {}
+    for record in records["partition"]:
+        found.setdefault((record["model"], record["seq_len"]), {})[record["policy"]["chunk_size"]] = record
+    return {key: dict(sorted(sizes.items())) for key, sizes in sorted(found.items())}
 
 
 def card_bytes(record: Record) -> int | None:
@@ -78,8 +111,13 @@ def card_bytes(record: Record) -> int | None:
     return parse_bytes(cap[1]) if cap else None
 
 
+def is_small_card(record: Record) -> bool:
+    return (card_bytes(record) or SMALL_CARD + 1) <= SMALL_CARD
+
+
 def paper_longest(record: Record, table: dict[str, Any]) -> float | None:
-    """Tokens of the paper's StreamBP (SFT) for a record's model and training, where its table has them."""
+    """Tokens of the paper's StreamBP for a record's model, training and objective, where its table has them."""
     size = record["model"].removeprefix("qwen3-").upper()
     column = f"{size} {'LoRA' if record['training'] == 'lora' else 'full'}"
-    return 1e3 * table["sft"]["streambp"][table["columns"].index(column)] if column in table["columns"] else None
+    longest = table[record["objective"]]["streambp"][table["columns"].index(column)] if column in table["columns"] else None
+    return None if longest is None else 1e3 * longest
