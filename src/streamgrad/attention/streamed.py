@@ -45,22 +45,27 @@ def streamed_attention(
     chunk.attention_calls += 1
     mask = chunk.mask
     assert isinstance(mask, CausalMask | DenseMask)
-    part = mask.part(chunk.start, chunk.stop, query_BHLD.shape[0])
+    part = mask.part(*chunk.span, query_BHLD.shape[0])
     block = Block(
         scale=scale,
         causal=part.causal,
         window=part.window,
         cells=part.cells,
-        mask=mask.visible(chunk.start, chunk.stop, part.first, query_BHLD.device) if part.masked else None,
+        mask=mask.visible(*chunk.span, part.first, query_BHLD.device) if part.masked else None,
         softcap=softcap,
         dropout=dropout,
     )
     keys = part.first, part.last
-    return _StreamedAttention.apply(chunk, keys, block, _with_dense_rows(query_BHLD), key_BGLD, value_BGLD, sink_H)
+    if sink_H is not None:
+        sink_H = chunk.exchange.own_heads(sink_H)
+    return _StreamedAttention.apply(chunk, keys, block, query_BHLD, key_BGLD, value_BGLD, sink_H)
 
 
 class _StreamedAttention(torch.autograd.Function):
-    """Keys and values are read from the stream; the chunk's own are inputs so that their gradient flows on."""
+    """Keys and values are read from the stream; the chunk's own are inputs so that their gradient flows on.
+
+    Inputs, output and their gradients belong to this process's tokens, and everything in between to its heads (`core.exchange`).
+    """
 
     @staticmethod
     def forward(
@@ -73,6 +78,7 @@ class _StreamedAttention(torch.autograd.Function):
         value_BGLD: Tensor,
         sink_H: Tensor | None,
     ) -> Tensor:
+        query_BHLD = _with_dense_rows(chunk.exchange.to_heads(query_BHLD))
         done = chunk.kept
         if done is None:
             keys_and_values = chunk.stream.read(*keys)
@@ -81,22 +87,22 @@ class _StreamedAttention(torch.autograd.Function):
                 done = _add_sink(done, sink_H)
             if chunk.keep_attention and block.dropout == 0.0:
                 chunk.kept = done
-        ctx.backends, ctx.span, ctx.keys, ctx.block = chunk.backends, (chunk.start, chunk.stop), keys, block
+        ctx.backends, ctx.exchange, ctx.span, ctx.keys, ctx.block = chunk.backends, chunk.exchange, chunk.span, keys, block
         # A chunk that is the whole sequence reads its own keys alone. Its graph may be kept, and run backward more than once:
         # autograd takes care of its tensors, and the sums of one pass do not meet those of another.
         ctx.stream = None if chunk.is_whole else chunk.stream
-        own = (key_BGLD, value_BGLD) if chunk.is_whole else ()
+        own = chunk.stream.tensors if chunk.is_whole else ()
         # An alias, so that a tensor that is kept does not itself become the output and a part of this graph.
         out_BHLD = done.out_BHLD.detach()
         ctx.save_for_backward(query_BHLD, out_BHLD, done.lse_BHL, done.dropped_BHLS, sink_H, *own)
-        return out_BHLD
+        return chunk.exchange.to_tokens(out_BHLD)
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, dout_BHLD: Tensor) -> tuple[Tensor | None, ...]:
         query_BHLD, out_BHLD, lse_BHL, dropped_BHLS, sink_H, *own = ctx.saved_tensors
-        stream: KeyValueStream = ctx.stream or KeyValueStream(ctx.span[1], (own[0].detach(), own[1].detach()))
-        dout_BHLD = _with_dense_rows(dout_BHLD)
+        stream: KeyValueStream = ctx.stream or KeyValueStream(ctx.span[1], (own[0], own[1]))
+        dout_BHLD = _with_dense_rows(ctx.exchange.to_heads(dout_BHLD))
         done = Attended(out_BHLD, lse_BHL, dropped_BHLS)
         dquery_BHLD: Tensor | None = None
         for (start, stop), block in _at_once(ctx.keys, ctx.block, query_BHLD.shape[2]):
@@ -115,7 +121,8 @@ class _StreamedAttention(torch.autograd.Function):
             weight_BHL = (sink_H.to(lse_BHL.dtype)[None, :, None] - lse_BHL).exp()
             delta_BHL = (dout_BHLD.to(lse_BHL.dtype) * out_BHLD.to(lse_BHL.dtype)).sum(dim=-1)
             dsink_H = -(weight_BHL * delta_BHL).sum(dim=(0, 2)).to(sink_H.dtype)
-        return None, None, None, dquery_BHLD.to(query_BHLD.dtype), dkey_BGLD, dvalue_BGLD, dsink_H
+        inputs = dquery_BHLD.to(query_BHLD.dtype), dkey_BGLD, dvalue_BGLD
+        return None, None, None, *map(ctx.exchange.to_tokens, inputs), dsink_H
 
 
 def _at_once(keys: tuple[int, int], block: Block, rows: int) -> list[tuple[tuple[int, int], Block]]:

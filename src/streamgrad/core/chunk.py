@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from streamgrad.core.exchange import ALONE, Exchange
 from streamgrad.core.replay import as_autocast
 from streamgrad.core.sums import as_sum, zeros_for_sum
 
@@ -102,7 +103,11 @@ class Attended:
 
 @dataclass
 class Chunk:
-    """Cache and mask of one layer call over `[start, stop)`; see the module's docstring."""
+    """Cache and mask of one layer call over `[start, stop)`; see the module's docstring.
+
+    The span counts tokens of this process, which is what the layer's arguments are cut to. `span` counts tokens of the sequence,
+    which is what keys and masks go by: where ranks share a sequence, their chunks are together one chunk of it.
+    """
 
     start: int
     stop: int
@@ -116,6 +121,7 @@ class Chunk:
     own_key: Tensor | None = field(default=None, repr=False)
     own_value: Tensor | None = field(default=None, repr=False)
     attention_calls: int = 0
+    exchange: Exchange = ALONE
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """The cache seam: note the chunk's own keys and values and hand them straight back."""
@@ -128,15 +134,20 @@ class Chunk:
             )
         key_states, value_states = as_autocast(key_states), as_autocast(value_states)
         if self.write_keys:
-            self.stream.write(self.start, self.stop, key_states, value_states)
+            key_and_value = (self.exchange.to_heads(states.detach()) for states in (key_states, value_states))
+            self.stream.write(*self.span, *key_and_value)
         if self.stop_at_keys:
             raise StopAtKeys
         self.own_key, self.own_value = key_states, value_states
         return key_states, value_states
 
     @property
+    def span(self) -> tuple[int, int]:
+        return self.exchange.ranks * self.start, self.exchange.ranks * self.stop
+
+    @property
     def is_whole(self) -> bool:
-        return self.stop - self.start == self.stream.length
+        return self.span == (0, self.stream.length)
 
     def check_finished(self) -> None:
         """A layer that went around either seam has mixed tokens in a way the stream does not know."""

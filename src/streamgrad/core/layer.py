@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from streamgrad.core.checks import Expectation
 from streamgrad.core.chunk import Chunk, KeyValueStream, SeamError, StopAtKeys, spans
+from streamgrad.core.exchange import ALONE, Exchange
 from streamgrad.core.first_order import first_order_only
 from streamgrad.core.kept import Kept, KeptOnDevice, KeptOnHost, Reader
 from streamgrad.core.policy import LayerPolicy
@@ -48,6 +49,7 @@ class StreamedCall:
     chunk_size: int
     policy: LayerPolicy
     host_store: HostStore
+    exchange: Exchange = ALONE
 
     def __call__(self, h_BTE: Tensor) -> Tensor:
         if torch.is_grad_enabled() and self.policy.keep == "all":
@@ -60,7 +62,7 @@ class StreamedCall:
 
     def _with_ordinary_graph(self, h_BTE: Tensor) -> Tensor:
         """The sequence as one chunk whose graph autograd keeps: nothing is run again."""
-        chunk = self.chunk((0, h_BTE.shape[1]), KeyValueStream(h_BTE.shape[1]))
+        chunk = self.chunk((0, h_BTE.shape[1]), self.new_stream(h_BTE.shape[1]))
         out_BTE = self.run(h_BTE, chunk)
         chunk.check_finished()
         chunk.release()
@@ -80,7 +82,11 @@ class StreamedCall:
         return KeptOnDevice(h_BTE, self.spans(h_BTE))
 
     def chunk(self, span: tuple[int, int], stream: KeyValueStream, **options: Any) -> Chunk:
-        return Chunk(*span, stream=stream, mask=self.mask, backends=self.backends, **options)
+        return Chunk(*span, stream=stream, mask=self.mask, backends=self.backends, exchange=self.exchange, **options)
+
+    def new_stream(self, length: int, tensors: tuple[Tensor, Tensor] | None = None) -> KeyValueStream:
+        """For the whole sequence of which this process has `length` tokens."""
+        return KeyValueStream(self.exchange.ranks * length, tensors)
 
 
 class _StreamedLayer(torch.autograd.Function):
@@ -135,7 +141,7 @@ def _forward(
 ) -> tuple[Tensor, KeyValueStream]:
     """All chunks in order, without a graph; `expectation` and `kept` are told of each where there will be a backward pass."""
     h_BTE = h_BTE.detach()  # or chunks would claim to need a gradient, and hooks on submodules would believe them
-    stream = KeyValueStream(h_BTE.shape[1])
+    stream = call.new_stream(h_BTE.shape[1])
     out_BTE: Tensor | None = None
     buffers = list(call.layer.buffers())
     versions = [buffer._version for buffer in buffers]
@@ -164,8 +170,8 @@ def _forward(
 def _restore_stream(call: StreamedCall, tape: RandomTape, reader: Reader, length: int) -> KeyValueStream:
     """Keys and values of the whole sequence, as kept or by running every chunk up to its keys."""
     if reader.has_attention:
-        return KeyValueStream(length, reader.keys_and_values())
-    stream = KeyValueStream(length)
+        return call.new_stream(length, reader.keys_and_values())
+    stream = call.new_stream(length)
     for index, span in enumerate(spans(length, call.chunk_size)):
         h_BLE, _ = reader.chunk(index)
         with torch.no_grad(), tape.replaying(index), contextlib.suppress(StopAtKeys):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from streamgrad.core.chunk import Chunk, KeyValueStream
+from streamgrad.core.exchange import Exchange
 from streamgrad.core.policy import LayerCosts
 from streamgrad.core.replay import Autocast
 from streamgrad.core.shadows import trainable_parameters
@@ -20,17 +21,17 @@ PROBED_TOKENS = 256
 
 
 def measured_costs(
-    layer: nn.Module, run: Callable[[Tensor, Chunk], Tensor], mask: object, backends: list, h_BTE: Tensor
+    layer: nn.Module, run: Callable[[Tensor, Chunk], Tensor], mask: object, backends: list, h_BTE: Tensor, exchange: Exchange
 ) -> LayerCosts:
     """Of the layer whose chunks `run` computes (see `StreamedCall`), on the first tokens of `h_BTE`."""
     tokens = min(PROBED_TOKENS, h_BTE.shape[1])
-    chunk, out_BLE, saved_bytes = _run(layer, run, mask, backends, h_BTE[:, :tokens])
+    chunk, out_BLE, saved_bytes = _run(layer, run, mask, backends, h_BTE[:, :tokens], exchange)
     assert chunk.own_key is not None and chunk.own_value is not None
     count = h_BTE.shape[0] * tokens
     if tokens > 1:
         # The difference of two lengths: what does not grow with tokens, as weights that autocast has cast, is no cost of a token.
         half = tokens // 2
-        saved_bytes -= _run(layer, run, mask, backends, h_BTE[:, :half])[2]
+        saved_bytes -= _run(layer, run, mask, backends, h_BTE[:, :half], exchange)[2]
         saved_bytes *= tokens / (tokens - half)
     input_bytes = max(h_BTE[:, :tokens].nbytes, out_BLE.nbytes) / count
     attention = 0 if chunk.kept is None else chunk.kept.out_BHLD.nbytes + chunk.kept.lse_BHL.nbytes
@@ -46,11 +47,12 @@ def measured_costs(
 
 
 def _run(
-    layer: nn.Module, run: Callable[[Tensor, Chunk], Tensor], mask: object, backends: list, h_BLE: Tensor
+    layer: nn.Module, run: Callable[[Tensor, Chunk], Tensor], mask: object, backends: list, h_BLE: Tensor, exchange: Exchange
 ) -> tuple[Chunk, Tensor, float]:
     """The chunk, its output, and the bytes that its graph saves beside its input and the layer's weights."""
     h_BLE = h_BLE.detach().clone().requires_grad_()
-    chunk = Chunk(0, h_BLE.shape[1], KeyValueStream(h_BLE.shape[1]), mask, backends, keep_attention=True)
+    stream = KeyValueStream(exchange.ranks * h_BLE.shape[1])
+    chunk = Chunk(0, h_BLE.shape[1], stream, mask, backends, keep_attention=True, exchange=exchange)
     saved: dict[int, int] = {}
     weights = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
 

@@ -27,7 +27,8 @@ from streamgrad.head.cross_entropy import mean_of, summed_cross_entropy
 from streamgrad.head.logits import LogitMap
 from streamgrad.head.module import summed_module_cross_entropy
 from streamgrad.head.rows import TargetRows, flatten
-from streamgrad.models.forwards import named_arguments, own_forward, temporary_attribute
+from streamgrad.models.dealing import sequence_group
+from streamgrad.models.forwards import InstalledForward, named_arguments, own_forward, temporary_attribute
 from streamgrad.models.planning import head_known_to_decoder
 from streamgrad.models.support import sliding_window
 
@@ -159,6 +160,7 @@ def traced_logit_map(model: PreTrainedModel, decoder: nn.Module, head: nn.Module
 def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream, *args: Any, **kwargs: Any) -> Any:
     """Installed as the model's forward by `enable`."""
     arguments = named_arguments(stock, args, kwargs)
+    _refuse_labels_to_be_shifted(model, arguments)
     if arguments.get("labels") is None or not torch.is_grad_enabled():
         return stock(*args, **kwargs)
     check_labels(model, arguments)
@@ -243,8 +245,23 @@ def _has_stock_loss(model: Any) -> bool:
     return False
 
 
+def _refuse_labels_to_be_shifted(model: Any, arguments: dict[str, Any]) -> None:
+    """Where ranks share a sequence, the last token of a slice predicts the first of the next."""
+    if arguments.get("labels") is None or arguments.get("shift_labels") is not None:
+        return
+    decoder = model.get_decoder()
+    installed = InstalledForward.on(decoder)
+    if installed is not None and sequence_group(decoder, installed.stream.group) is not None:
+        raise ValueError(
+            "labels cannot be shifted inside the model where ranks share a sequence: the last token of a slice predicts the "
+            "first of the next. Shift the labels of the whole sequence, and pass each rank its slice of them both as labels and "
+            "as shift_labels."
+        )
+
+
 def check_labels(model: Any, arguments: dict[str, Any]) -> None:
     """One label per token, and none on a token that can see no key."""
+    _refuse_labels_to_be_shifted(model, arguments)
     tokens = arguments.get("input_ids") if arguments.get("input_ids") is not None else arguments.get("inputs_embeds")
     labels, shifted = arguments.get("labels"), arguments.get("shift_labels")
     if tokens is None or not isinstance(labels, Tensor):

@@ -19,11 +19,13 @@ from streamgrad.attention.backends import Backend, backends_named
 from streamgrad.attention.masks import CausalMask, DenseMask
 from streamgrad.config import StreamConfig
 from streamgrad.core.chunk import Chunk, SeamError
+from streamgrad.core.exchange import ALONE, Exchange
 from streamgrad.core.layer import StreamedCall
 from streamgrad.core.policy import LayerPolicy, Plan
 from streamgrad.core.storage import HostStore
 from streamgrad.models.arguments import LayerArguments
 from streamgrad.models.attention import streamed_attention_in
+from streamgrad.models.dealing import Dealing, SequenceGroup, sequence_group
 from streamgrad.models.forwards import named_arguments, own_forward, temporary_attribute
 from streamgrad.models.fusion import Fusion
 from streamgrad.models.masks import layer_mask, with_documents
@@ -43,6 +45,7 @@ class DecoderStream:
     planner: Planner = field(init=False)
     host_store: HostStore = field(default_factory=HostStore)
     head: HeadCosts | None = None  # of the call that is under way, where the head is streamed too
+    group: SequenceGroup | None = None  # whose ranks share every sequence
 
     def __post_init__(self) -> None:
         self.backends = backends_named(self.config.attention)
@@ -52,13 +55,18 @@ class DecoderStream:
 def decoder_forward(decoder: Any, stock: Callable[..., Any], stream: DecoderStream, *args: Any, **kwargs: Any) -> Any:
     """Installed as the decoder's forward by `enable`."""
     arguments = named_arguments(stock, args, kwargs)
-    if not _should_stream(decoder, stream, arguments):
+    group = sequence_group(decoder, stream.group)
+    if group is None and not _should_stream(decoder, stream, arguments):
         return stock(*args, **kwargs)
     _refuse_what_needs_whole_layers(decoder, arguments)
     _drop_cache(arguments)
     try:
-        with _streamed_layers(decoder, stream):
-            return stock(**arguments)
+        if group is None:
+            with _streamed_layers(decoder, stream):
+                return stock(**arguments)
+        dealing = Dealing.of(decoder, arguments, group, stream.planner)
+        with _streamed_layers(decoder, stream, dealing), dealing.masks():
+            return dealing.output(stock(**dealing.arguments))
     except SeamError as error:
         raise ValueError(
             f"{type(decoder).__name__} cannot be streamed: {error}. Call streamgrad.disable(model) to train it without."
@@ -108,11 +116,11 @@ def _drop_cache(arguments: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _streamed_layers(decoder: Any, stream: DecoderStream) -> Iterator[None]:
+def _streamed_layers(decoder: Any, stream: DecoderStream, dealing: Dealing | None = None) -> Iterator[None]:
     layers = decoder_layers(decoder)
     for reason in layer_refusals(layers):
         raise SeamError(reason)
-    call = _DecoderCall(decoder, layers, stream)
+    call = _DecoderCall(decoder, layers, stream, dealing)
     with ExitStack() as restore:
         restore.enter_context(streamed_attention_in(call.configs))
         restore.enter_context(call.fusion_of_the_rest().installed())
@@ -134,8 +142,9 @@ def _attention_configs(decoder: Any, layers: list[nn.Module]) -> list[Any]:
 class _DecoderCall:
     """What the layers of one call share: masks, most of which are the same, and the plan."""
 
-    def __init__(self, decoder: Any, layers: list[nn.Module], stream: DecoderStream) -> None:
-        self.decoder, self.layers, self.stream = decoder, layers, stream
+    def __init__(self, decoder: Any, layers: list[nn.Module], stream: DecoderStream, dealing: Dealing | None) -> None:
+        self.decoder, self.layers, self.stream, self.dealing = decoder, layers, stream, dealing
+        self.exchange: Exchange = ALONE if dealing is None else dealing.exchange
         self.configs = _attention_configs(decoder, layers)
         self.masks: _Masks = {}
         self.plan: Plan | None = None
@@ -166,6 +175,7 @@ class _DecoderCall:
                 chunk_size=plan.chunk_size,
                 policy=plan.policies[index],
                 host_store=self.stream.host_store,
+                exchange=self.exchange,
             )
             out_BTE = call(h_BTE)
             return (out_BTE,) if arguments.returns_tuple else out_BTE
@@ -176,7 +186,8 @@ class _DecoderCall:
         given = arguments.attention_mask
         if id(given) not in self.masks:
             chunk_size = self.stream.planner.chunk_size(*h_BTE.shape[:2])
-            self.masks[id(given)] = _mask_of(arguments, h_BTE.shape[1], chunk_size)
+            mask = _mask_of(arguments, h_BTE.shape[1], chunk_size)
+            self.masks[id(given)] = mask if self.dealing is None else self.dealing.mask(mask)
         return self.masks[id(given)]
 
     def _plan(self, h_BTE: Tensor, run: Callable[..., Tensor], mask: object) -> Plan:
@@ -184,7 +195,7 @@ class _DecoderCall:
             planner, stream = self.stream.planner, self.stream
             if torch.is_grad_enabled():
                 self.plan = planner.plan(
-                    self.decoder, self.layers, h_BTE, run, mask, stream.backends, stream.head, stream.host_store
+                    self.decoder, self.layers, h_BTE, run, mask, stream.backends, stream.head, stream.host_store, self.exchange
                 )
             else:
                 self.plan = Plan((LayerPolicy("input"),) * len(self.layers), planner.chunk_size(*h_BTE.shape[:2]), 0.0, 0.0)

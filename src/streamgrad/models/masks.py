@@ -1,16 +1,19 @@
 """The mask seam: Hugging Face's mask functions become a `CausalMask` that is built chunk by chunk.
 
 Private detail relied on (and pinned by tests/test_seams.py): `masking_utils` composes masks as closures, `and_masks(...)` over
-leaves such as `causal_mask_function`, and their closures hold the window and the packed-document ids.
+leaves such as `causal_mask_function`, and their closures hold the window and the packed-document ids, which
+`masking_utils.find_packed_sequence_indices` finds by restarting positions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import masking_utils
 from transformers.masking_utils import causal_mask_function
 
 from streamgrad.attention.masks import CausalMask, DenseMask
@@ -116,3 +119,20 @@ def with_documents(mask: CausalMask, cu_seq_lens: Tensor, length: int) -> Causal
         return same if mask.rule is None else same & mask.rule(batch, head, query, key)
 
     return CausalMask(rule, mask.padding_BT, mask.window, documents_BT, mask.has_other_rule, mask.batch)
+
+
+@contextmanager
+def documents_of_sequence(documents_BT: Tensor | None) -> Iterator[None]:
+    """Within the block, `masking_utils` finds these packed documents, whatever positions it is shown.
+
+    Where ranks share a sequence, a rank's own positions do not tell where documents begin. A model that looks for documents then
+    finds those of the sequence, and one that does not (gpt-oss) is not made to.
+    """
+    found = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: (
+        None if documents_BT is None else documents_BT.expand(position_ids.shape[0], -1)
+    )
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = found

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from streamgrad.config import StreamConfig
+from streamgrad.core.exchange import Exchange
 from streamgrad.core.machine import device_budget_bytes, host_budget_bytes
 from streamgrad.core.policy import (
     LARGE_CHUNKS,
@@ -68,6 +69,7 @@ class Planner:
         backends: list,
         head: HeadCosts | None,
         store: HostStore,
+        exchange: Exchange,
     ) -> Plan:
         """For a decoder whose first layer is about to run on `h_BTE` through `run` (see `StreamedCall`)."""
         config, batch, sequence = self.config, h_BTE.shape[0], h_BTE.shape[1]
@@ -76,18 +78,22 @@ class Planner:
             policies = (LayerPolicy(keep, on_host=config.offload == "host" and keep != "all"),) * len(layers)
             self.latest = Plan(policies, self.chunk_size(batch, sequence), 0.0, 0.0)
             return self.latest
-        costs = self._measured(layers[0], run, mask, backends, h_BTE)
+        costs = self._measured(layers[0], run, mask, backends, h_BTE, exchange)
         on_cuda = h_BTE.device.type == "cuda"
         resident = torch.cuda.memory_allocated(h_BTE.device) if on_cuda else _bytes_of(decoder)
         limit = (1.0 - MARGIN) * device_budget_bytes(h_BTE.device) if on_cuda else float("inf")
         budget = min(limit, (1.0 - MARGIN_OF_BUDGET) * (config.budget_bytes or float("inf")))
+        host = host_budget_bytes(held_bytes=store.total_bytes)
+        # Ranks that share a sequence exchange as often as they run attention: all must choose the same plan.
+        budget, host, spent = exchange.least(budget, host, -resident)
+        resident = -spent
         if head is None:
             head = HeadCosts(2 * h_BTE.nbytes + UNKNOWN_HEAD_SHARE * budget, 0.0)
         step = Step(costs, len(layers), batch, sequence, resident, head.gradient_bytes, head.bytes)
-        host, offload = host_budget_bytes(held_bytes=store.total_bytes), config.offload if on_cuda else "none"
-        plan, fits = self._choice(step, budget, host, offload)
+        offload = config.offload if on_cuda else "none"
+        plan, fits = self._choice(step, budget, host, offload, exchange.chunk_size)
         if not fits:
-            self._refuse(step, plan, budget, host, offload)
+            self._refuse(step, plan, budget, host, offload, exchange.chunk_size)
         if self.latest is None or plan.policies != self.latest.policies:
             logger.debug("streamgrad: %d x %d tokens within %.1f GiB: %s", batch, sequence, budget / 2**30, plan)
         self.latest = plan
@@ -102,16 +108,19 @@ class Planner:
             return False
         return config.keep == "auto" or config.offload == "auto" or config.offload == "host"
 
-    def _measured(self, layer: nn.Module, run: Callable[..., Tensor], mask: object, backends: list, h_BTE: Tensor) -> LayerCosts:
+    def _measured(
+        self, layer: nn.Module, run: Callable[..., Tensor], mask: object, backends: list, h_BTE: Tensor, exchange: Exchange
+    ) -> LayerCosts:
         trainable = tuple(parameter.requires_grad for parameter in layer.parameters())
         has_gradients = any(parameter.grad is not None for parameter in layer.parameters())
         autocast = torch.is_autocast_enabled(h_BTE.device.type) and torch.get_autocast_dtype(h_BTE.device.type)
-        key = (h_BTE.dtype, autocast, trainable, has_gradients, layer.training, min(PROBED_TOKENS, h_BTE.shape[1]))
+        tokens = min(PROBED_TOKENS, h_BTE.shape[1])
+        key = (h_BTE.dtype, autocast, trainable, has_gradients, layer.training, tokens, exchange.ranks)
         if key not in self._costs:
-            self._costs[key] = measured_costs(layer, run, mask, backends, h_BTE)
+            self._costs[key] = measured_costs(layer, run, mask, backends, h_BTE, exchange)
         return self._costs[key]
 
-    def _refuse(self, step: Step, plan: Plan, budget: float, host: float, offload: str) -> None:
+    def _refuse(self, step: Step, plan: Plan, budget: float, host: float, offload: str, dealt: int | None) -> None:
         """Before the step starts, where the user has named the limit; else the device has the last word."""
         if plan.host_bytes > host:
             raise ValueError(
@@ -120,29 +129,30 @@ class Planner:
             )
         if self.config.budget_bytes is None or plan.peak_bytes <= budget:
             return
-        longest = self._longest(step, budget, host, offload)
+        longest = self._longest(step, budget, host, offload, dealt)
         raise ValueError(
             f"memory_budget={self.config.memory_budget!r} cannot hold {step.batch} x {step.sequence} tokens: about "
             f"{readable(plan.peak_bytes)} are needed ({plan}). "
             + (f"About {longest} tokens a sequence would fit." if longest else "Not even a short sequence would fit.")
         )
 
-    def _longest(self, step: Step, budget: float, host: float, offload: str) -> int:
+    def _longest(self, step: Step, budget: float, host: float, offload: str, dealt: int | None) -> int:
         """By bisection, to a percent or so; with the head of the whole sequence, which is on the safe side."""
         low, high = 0, step.sequence
         while high - low > max(1, step.sequence // 128):
             middle = (low + high) // 2
-            _, fits = self._choice(replace(step, sequence=middle), budget, host, offload)
+            _, fits = self._choice(replace(step, sequence=middle), budget, host, offload, dealt)
             low, high = (middle, high) if fits else (low, middle)
         return low
 
-    def _choice(self, step: Step, budget: float, host: float, offload: str) -> tuple[Plan, bool]:
+    def _choice(self, step: Step, budget: float, host: float, offload: str, dealt: int | None) -> tuple[Plan, bool]:
+        """`dealt` is the size of chunks where ranks share a sequence: their tokens lie in the order of these."""
         config = self.config
         return choose_plan(
             step,
             keep=config.keep,
             offload=offload,
-            chunk_size=config.chunk_size if isinstance(config.chunk_size, int) else None,
+            chunk_size=config.chunk_size if isinstance(config.chunk_size, int) else dealt,
             budget_bytes=budget,
             host_budget_bytes=host,
         )

@@ -1,0 +1,151 @@
+"""A decoder call whose sequences are shared by the ranks of a group: each rank passes its slice and gets hidden states of it.
+
+    decoder(slice r of the arguments) on every rank r   =   slice r of decoder(the whole sequence)
+
+Slices are contiguous and of equal length, as DeepSpeed's `UlyssesSPDataLoaderAdapter` cuts them. Inside the call tokens lie in
+the order of `core.exchange`, so ids and positions are dealt out before the decoder's own forward and its hidden states brought
+back after it; what comes before and after (labels, the head, a user's own loss) never sees that order.
+
+Shapes: B batch, T tokens of the sequence, or of a slice where it says so, E model width.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from transformers.masking_utils import find_packed_sequence_indices
+
+from streamgrad.attention.masks import CausalMask, DenseMask
+from streamgrad.config import KEEP_POLICIES
+from streamgrad.core.chunk import SeamError
+from streamgrad.core.exchange import Ulysses
+from streamgrad.models.masks import documents_of_sequence
+from streamgrad.models.planning import Planner
+
+# What a model passes on to its decoder, and no decoder layer looks at.
+_OF_THE_LOSS = {"shift_labels", "num_items_in_batch"}
+_DEEPSPEED_STATE = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
+
+
+@dataclass(frozen=True)
+class SequenceGroup:
+    """A process group, as it stands on a model: a copy of the model is in the same one."""
+
+    group: dist.ProcessGroup
+
+    def __deepcopy__(self, memo: dict) -> SequenceGroup:
+        return self
+
+
+def sequence_group(decoder: Any, given: SequenceGroup | None) -> dist.ProcessGroup | None:
+    """The ranks that share this call's sequences; None where the call has whole sequences.
+
+    `given`, or else the group that DeepSpeed's own Ulysses (Accelerate's `sp_size`) has made, whose attention function is not
+    called while streaming. As there, in training mode only: evaluation and generation have whole sequences.
+    """
+    if not decoder.training:
+        return None
+    group = getattr(sys.modules.get(_DEEPSPEED_STATE), "_SEQUENCE_PARALLEL_GROUP", None) if given is None else given.group
+    return None if group is None or dist.get_world_size(group) == 1 else group
+
+
+def check_heads(config: Any, ranks: int) -> None:
+    """Ranks that share a sequence share its heads as well."""
+    config = config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    if heads % ranks or groups % ranks:
+        raise ValueError(
+            f"{heads} attention heads and {groups} key/value heads cannot be shared by {ranks} ranks: each rank attends with an "
+            f"equal number of both. Let the number of ranks of a sequence divide {heads} and {groups}."
+        )
+
+
+@dataclass
+class Dealing:
+    """One call: the arguments of this rank in the order of `exchange`, and what masks need to know of the whole sequence."""
+
+    exchange: Ulysses
+    arguments: dict[str, Any]
+    documents_BT: Tensor | None
+    padding_BT: Tensor | None
+
+    @classmethod
+    def of(cls, decoder: Any, arguments: dict[str, Any], group: dist.ProcessGroup, planner: Planner) -> Dealing:
+        _refuse(decoder, arguments)
+        dealt, names = dict(arguments), ("input_ids", "inputs_embeds")
+        name = next(name for name in names if arguments.get(name) is not None)
+        tokens, positions, padding = arguments[name], arguments.get("position_ids"), arguments.get("attention_mask")
+        batch, length = tokens.shape[:2]
+        for other, tensor in (("position_ids", positions), ("attention_mask", padding)):
+            if tensor is not None and (tensor.ndim != 2 or tensor.shape[1] != length):
+                raise ValueError(
+                    f"{other} has shape {tuple(tensor.shape)} and the rank's slice {length} tokens. Where ranks share a "
+                    f"sequence, pass each its own slice of it, (batch, {length})."
+                )
+        exchange = Ulysses(group, length, planner.chunk_size(batch, length), tokens.device)
+        check_heads(decoder.config, exchange.ranks)
+        exchange.check_agreement(
+            {
+                "batch size": batch, "tokens of a slice": length, "chunk_size": exchange.chunk_size,
+                "keep": KEEP_POLICIES.index(planner.config.keep), "whether inputs_embeds are passed": int(name == names[1]),
+                "whether position_ids are passed": int(positions is not None),
+                "whether an attention_mask is passed": int(padding is not None),
+            }
+        )  # fmt: skip
+        dealt[name] = exchange.deal(tokens)
+        documents_BT = padding_BT = None
+        if positions is None:
+            dealt["position_ids"] = exchange.positions_T.unsqueeze(0)
+        else:
+            positions_BT = exchange.gather(positions)
+            documents_BT = find_packed_sequence_indices(positions_BT)
+            dealt["position_ids"] = positions_BT[:, exchange.positions_T]
+        if padding is not None:
+            padding_BT = exchange.gather(padding).bool()
+            dealt["attention_mask"] = padding_BT[:, exchange.positions_T]
+        return cls(exchange, dealt, documents_BT, padding_BT)
+
+    def masks(self) -> AbstractContextManager[None]:
+        return documents_of_sequence(self.documents_BT)
+
+    def mask(self, mask: CausalMask | DenseMask) -> CausalMask:
+        """The sequence's mask, from one that was made for this rank's tokens: rules go by places in the sequence already."""
+        assert isinstance(mask, CausalMask)
+        if mask.has_other_rule:
+            raise SeamError("its attention mask has a rule beside windows and documents, and ranks share its sequences")
+        return CausalMask(mask.rule, self.padding_BT, mask.window, mask.documents_BT, batch=mask.batch)
+
+    def output(self, output: Any) -> Any:
+        """The decoder's output for this rank's slice."""
+        if isinstance(output, tuple):
+            return self.exchange.undeal(output[0]), *output[1:]
+        output["last_hidden_state"] = self.exchange.undeal(output["last_hidden_state"])
+        return output
+
+
+def _refuse(decoder: Any, arguments: dict[str, Any]) -> None:
+    wants_all = arguments.get("output_hidden_states")
+    if wants_all if wants_all is not None else getattr(decoder.config, "output_hidden_states", False):
+        raise ValueError(
+            "output_hidden_states=True cannot be had where ranks share a sequence: inside the decoder, tokens are dealt out in "
+            "another order. Pass output_hidden_states=False."
+        )
+    mask = arguments.get("attention_mask")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
+        raise ValueError(
+            "an attention_mask other than (batch, tokens) cannot be cut into slices for ranks that share a sequence. Tell packed "
+            "documents apart by position_ids that restart, without an attention_mask."
+        )
+    known = {"input_ids", "inputs_embeds", "position_ids", "attention_mask"} | _OF_THE_LOSS
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) and name not in known:
+            raise ValueError(
+                f"{name} cannot be passed where ranks share a sequence: how the slices of it belong together is not known. Tell "
+                "packed documents apart by position_ids that restart."
+            )
