@@ -41,7 +41,7 @@ class Cell:
     layers: int | None = None
 
 
-# TRL 1.15 under a cap of 79 GiB; GRPO's is the scoring of one completion.
+# TRL 1.15 under a cap of 79 GiB. GRPO's is of its scoring alone; ours is a whole step, on one completion.
 TRL_CELLS = {
     "sft": Cell("gemma-3-1b", "full", "sft", 107_520, rows=1),
     "dpo": Cell("gemma-3-1b", "full", "dpo", 59_392, rows=2),
