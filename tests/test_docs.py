@@ -12,10 +12,9 @@ from types import ModuleType
 
 import pytest
 import transformers
-import typer
 from typer.testing import CliRunner
 
-from streamgrad.cli.app import app
+from streamgrad.cli.app import COMMANDS, app, loaded
 
 ROOT = Path(__file__).parent.parent
 FILES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
@@ -83,13 +82,13 @@ def commands() -> list[tuple[str, ...]]:
 
 def subcommand_of(arguments: tuple[str, ...]) -> list[str]:
     """The leading words that name a command."""
-    known: object = typer.main.get_command(app)
-    path = []
+    path: list[str] = []
+    commands = {name: loaded(name) for name in COMMANDS if name == arguments[0]}
     for word in arguments:
-        known = getattr(known, "commands", {}).get(word)
-        if known is None:
+        if word not in commands:
             break
         path.append(word)
+        commands = getattr(commands[word], "commands", {})
     return path
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig
 from typer.testing import CliRunner
 
 import streamgrad
@@ -316,14 +317,16 @@ def test_a_configuration_a_directory_and_a_model_will_do(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"model": "qwen9"}, "'qwen9' is neither a directory nor a preset.*qwen3-8b"),
-        ({"model": "./nowhere"}, "no configuration that transformers can load"),
+        ({"model": "qwen9"}, "'qwen9' is neither a directory that exists nor a preset.*qwen3-8b"),
+        ({"model": "./nowhere"}, "'./nowhere' is neither a directory that exists nor a preset.*qwen3-8b.*Qwen/Qwen3-8B"),
+        ({"model": "some/where/else"}, "'some/where/else' is neither a directory that exists"),
         ({"method": "half"}, "method='half' is not a choice.*'lora'"),
         ({"engine": "zero3"}, "engine='zero3' with gpus=1"),
         ({"gpus": 2}, "engine='none' with gpus=2"),
-        ({"gpu_memory": "80 apples"}, "'80 apples' is not an amount of memory"),
+        ({"gpu_memory": "80 apples"}, "gpu_memory: '80 apples' is not an amount of memory"),
+        ({"seq_len": None, "batch": 1 << 30}, "nothing fits 80GiB, not even batch=1073741824 of 128 tokens"),
         ({"seq_len": 0}, "seq_len=0"),
-        ({"seq_len": None, "gpu_memory": "20GiB"}, "nothing fits 20GiB: .* alone take 22.5 GiB.*method='lora'"),
+        ({"seq_len": None, "gpu_memory": "20GiB"}, "nothing fits 20GiB.* alone take 22.5 GiB.*method='lora'"),
     ],
 )
 def test_errors_name_the_value(options, words):
@@ -332,9 +335,33 @@ def test_errors_name_the_value(options, words):
         streamgrad.estimate(**arguments)
 
 
-def test_a_model_that_cannot_be_streamed_is_refused():
-    from transformers import AutoConfig
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_rate_is_a_positive_number(rate):
+    with pytest.raises(ValueError, match=r"attention_backward=.* TFLOP/s.* Pass a finite one above 0"):
+        Rates(attention_backward=rate)
 
+
+def test_a_directory_without_a_configuration_says_so(tmp_path):
+    with pytest.raises(ValueError, match="no configuration that transformers can load: .*config.json"):
+        streamgrad.estimate(tmp_path, 100)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "hidden_size": "wide"}')
+    with pytest.raises(ValueError, match="no configuration that transformers can load: .*'hidden_size' expected int, got str"):
+        streamgrad.estimate(tmp_path, 100)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("t5", "encoder-decoder"), ("bart", "encoder-decoder"), ("clip", "knows no CLIPConfig")]
+)
+def test_what_is_no_causal_language_model_is_refused_in_one_line(kind, reason, tmp_path):
+    config = AutoConfig.for_model(kind)
+    config.save_pretrained(tmp_path)
+    for model in (config, tmp_path):
+        with pytest.raises(ValueError, match=rf"a {kind} model is not a causal language model: .*{reason}") as refused:
+            streamgrad.estimate(model, 100)
+        assert "\n" not in str(refused.value) and len(str(refused.value)) < 200
+
+
+def test_a_model_that_cannot_be_streamed_is_refused():
     config = AutoConfig.for_model("mamba", hidden_size=16, num_hidden_layers=1, vocab_size=32)
     with pytest.raises(ValueError, match="cannot be streamed"):
         streamgrad.estimate(config, 100)

@@ -1,11 +1,41 @@
 """Exact gradients of causal language models at sequence lengths that ordinary backpropagation cannot hold."""
 
-from streamgrad.api import disable, enable, is_enabled
-from streamgrad.config import StreamConfig
-from streamgrad.head.cross_entropy import linear_cross_entropy
-from streamgrad.head.logprobs import token_logprobs
-from streamgrad.plan.estimate import estimate
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from streamgrad.api import disable, enable, is_enabled
+    from streamgrad.config import StreamConfig
+    from streamgrad.head.cross_entropy import linear_cross_entropy
+    from streamgrad.head.logprobs import token_logprobs
+    from streamgrad.plan.estimate import estimate
 
 __version__ = "0.1.0"
 
 __all__ = ["StreamConfig", "disable", "enable", "estimate", "is_enabled", "linear_cross_entropy", "token_logprobs"]
+
+# Imported when they are first used: transformers takes seconds, and the command line has answers that do not need it.
+_HOMES = {
+    "StreamConfig": "config",
+    "disable": "api",
+    "enable": "api",
+    "estimate": "plan.estimate",
+    "is_enabled": "api",
+    "linear_cross_entropy": "head.cross_entropy",
+    "token_logprobs": "head.logprobs",
+}
+
+
+_PACKAGES = ("distributed", "objectives", "trl")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"streamgrad.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'streamgrad' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"streamgrad.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_PACKAGES})

@@ -26,7 +26,7 @@ def parse_bytes(value: int | float | str) -> int:
         count = -1.0
     if not 0 < count < float("inf") or isinstance(value, bool):
         raise ValueError(
-            f"{value!r} is not an amount of memory. Pass bytes, or a number with a unit, such as '80GiB' or '79.5 GB'."
+            f"{value!r} is not an amount of memory. Pass a number with a unit, such as '80GiB' or '79.5 GB', or bytes as an int."
         )
     return int(count)
 

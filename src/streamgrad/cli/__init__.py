@@ -6,8 +6,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 _EXTRA = {"typer", "rich", "matplotlib"}
 
 
@@ -28,12 +26,21 @@ def one_line_errors() -> Iterator[None]:
     """What a user can act on ends the program with one line and exit code 1; anything else is a bug and keeps its traceback."""
     try:
         yield
-    except (CheckFailed, ValueError, TypeError) as error:
-        sys.exit(f"streamgrad: {error}")
-    except torch.OutOfMemoryError as error:
-        sys.exit(f"streamgrad: out of memory: {str(error).splitlines()[0]}")
+    except (CheckFailed, ValueError, TypeError, OSError) as error:
+        sys.exit(f"streamgrad: {_one_line(error)}")
+    except (RuntimeError, MemoryError) as error:
+        import torch
+
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
+            raise
+        sys.exit(f"streamgrad: out of memory: {_one_line(error)}")
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in _EXTRA:
             raise
         sys.exit(f'streamgrad: the command line needs {package}, which is not installed. Run: pip install "streamgrad[cli]"')
+
+
+def _one_line(error: Exception) -> str:
+    """The message without line breaks, and without the frames that torch appends to those of its C++ code."""
+    return " ".join(str(error).partition("\nException raised from")[0].split())

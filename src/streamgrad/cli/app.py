@@ -1,43 +1,42 @@
-"""The commands and their options; what they do is in the modules they call."""
+"""The commands. Each is in the module of its name, which is imported when the command runs."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated
+import importlib
+from importlib import metadata
+from typing import Annotated, Any
 
-import torch
 import typer
-from rich.console import Console
+from typer.core import TyperCommand
 
 import streamgrad
-from streamgrad.cli import demo as demo_command
-from streamgrad.cli import env as env_command
-from streamgrad.cli.bench import bench
-from streamgrad.cli.check import check
-from streamgrad.cli.plan import plan
-from streamgrad.cli.profile import profile
-from streamgrad.cli.train import train
+
+# What `--help` says of each; its own `--help` begins with the same line.
+COMMANDS = {
+    "plan": "What a training step will hold and take, before it is run: from the configuration alone, without weights or a GPU.",
+    "check": "Whether gradients are exact for this class of model on this machine: the paper's table of gradient precision.",
+    "train": "Train with TRL's trainers, streamed; flags and YAML are those of TRL's command line.",
+    "profile": "Where the memory of a training step goes: gradient checkpointing and streaming side by side.",
+    "bench": "Measure time and memory; each benchmark appends its rows to a file.",
+    "demo": "Train a small model twice, with ordinary backpropagation and streamed, and compare gradients, losses and memory.",
+    "env": "Versions, devices, memory, and which attention kernels work here.",
+}
 
 app = typer.Typer(
-    help="Exact gradients of causal language models at sequence lengths that ordinary backpropagation cannot hold.",
+    help="Exact gradients of causal language models at sequence lengths that ordinary backpropagation cannot hold.\n\n"
+    "Exits with 0 when a command has done its work, with 1 and one line that says why when it cannot or when a check fails, and "
+    "with 2 for options that do not exist or cannot be read.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
-    epilog="Examples: `python -m streamgrad demo` or `python -m streamgrad bench linear`",
+    epilog="Examples: `python -m streamgrad demo` or `python -m streamgrad plan qwen3-8b --max`",
 )
-app.add_typer(bench, name="bench")
-app.add_typer(train, name="train")
-app.command()(plan)
-app.command()(check)
-app.command()(profile)
 
 
 def _print_version(asked: bool) -> None:
     if asked:
-        typer.echo(f"streamgrad {streamgrad.__version__} (torch {torch.__version__})")
+        typer.echo(f"streamgrad {streamgrad.__version__} (torch {metadata.version('torch')})")
         raise typer.Exit
 
 
@@ -48,37 +47,25 @@ def options(
     pass
 
 
-@app.command()
-def demo(
-    out: Annotated[Path, typer.Option(help="Where the plot goes.")] = Path("out/demo.png"),
-    memory_image: Annotated[Path | None, typer.Option(help="Also save the memory half of the plot alone.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A few seconds: fewer steps, shorter sequences.")] = False,
-) -> None:
-    """Train a small model twice, with ordinary backpropagation and streamed, and compare gradients, losses and memory.
+class _Later(TyperCommand):
+    """Stands in the list for a command that takes seconds to import."""
 
-    Needs no download and no GPU. Exits with 1 if the gradients differ.
-
-    **Examples**
-
-    `python -m streamgrad demo`
-
-    `python -m streamgrad demo --quick --out /tmp/demo.png`
-    """
-    demo_command.run(demo_command.QUICK if quick else demo_command.FULL, out=out, memory_image=memory_image, console=Console())
+    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+        assert self.name is not None
+        return loaded(self.name).make_context(info_name, args, parent=parent, **extra)
 
 
-@app.command()
-def env(as_json: Annotated[bool, typer.Option("--json", help="The same as one JSON object.")] = False) -> None:
-    """Versions, devices, memory, and which attention kernels work here; each is tried on a small chunk of every kind of batch.
+for _name, _help in COMMANDS.items():
+    app.command(_name, cls=_Later, help=_help)(lambda: None)
 
-    **Examples**
 
-    `python -m streamgrad env`
-
-    `python -m streamgrad env --json`
-    """
-    found = env_command.environment()
-    if as_json:
-        typer.echo(json.dumps(asdict(found), indent=2))
+def loaded(name: str) -> Any:
+    """The command that `streamgrad.cli.<name>` has under the same name: a function, or a Typer with commands of its own."""
+    found = getattr(importlib.import_module(f"streamgrad.cli.{name}"), name)
+    whole = typer.Typer(rich_markup_mode=app.rich_markup_mode)
+    whole.callback()(options)  # with which it is a group, of one command too
+    if isinstance(found, typer.Typer):
+        whole.add_typer(found, name=name)
     else:
-        env_command.print_environment(found, Console())
+        whole.command(name)(found)
+    return typer.main.get_group(whole).commands[name]

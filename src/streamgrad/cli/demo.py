@@ -11,9 +11,10 @@ import importlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -72,6 +73,24 @@ class Training:
     losses: dict[str, list[float]]
     worst_error: float
     worst_parameter: str
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Where the plot goes.")] = Path("out/demo.png"),
+    memory_image: Annotated[Path | None, typer.Option(help="Also save the memory half of the plot alone.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A few seconds: fewer steps, shorter sequences.")] = False,
+) -> None:
+    """Train a small model twice, with ordinary backpropagation and streamed, and compare gradients, losses and memory.
+
+    Needs no download and no GPU. Exits with 1 if the gradients differ.
+
+    **Examples**
+
+    `python -m streamgrad demo`
+
+    `python -m streamgrad demo --quick --out /tmp/demo.png`
+    """
+    run(QUICK if quick else FULL, out=out, memory_image=memory_image, console=Console())
 
 
 def run(settings: Settings, *, out: Path, memory_image: Path | None, console: Console) -> None:

@@ -7,11 +7,14 @@ out in float64.
 from __future__ import annotations
 
 import importlib.util
+import json
 import platform
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
+from typing import Annotated
 
 import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -46,6 +49,24 @@ class Environment:
     flash: str
     triton: str
     attention: dict[str, dict[str, str]]
+
+
+def env(as_json: Annotated[bool, typer.Option("--json", help="The same as one JSON object.")] = False) -> None:
+    """Versions, devices, memory, and which attention kernels work here.
+
+    Each kernel is tried on a small chunk of every kind of batch. Exits with 0.
+
+    **Examples**
+
+    `python -m streamgrad env`
+
+    `python -m streamgrad env --json`
+    """
+    found = environment()
+    if as_json:
+        typer.echo(json.dumps(asdict(found), indent=2))
+    else:
+        print_environment(found, Console())
 
 
 def environment() -> Environment:

@@ -23,25 +23,29 @@ def _one_of(choices: tuple[str, ...], text: str) -> Any:
 
 
 _RATES = Rates()
+# Of tokens, sequences or GPUs: far more than anyone has, and few enough to compute with.
+_MANY = 1 << 30
 
 
 def plan(
     model: Annotated[str, typer.Argument(help="A preset (qwen3-8b), a directory with a config.json, or a name on the hub.")],
-    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of each sequence.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, max=_MANY, help="Tokens of each sequence.")] = None,
     longest: Annotated[bool, typer.Option("--max", help="Instead of --seq-len: the longest sequence that fits.")] = False,
-    batch: Annotated[int, typer.Option(min=1, help="On each GPU: sequences, pairs (dpo) or completions (grpo).")] = 1,
+    batch: Annotated[int, typer.Option(min=1, max=_MANY, help="On each GPU: sequences, pairs (dpo) or completions (grpo).")] = 1,
     gpu_memory: Annotated[str, typer.Option(help="Of one GPU.")] = "80GiB",
     host_memory: Annotated[str, typer.Option(help="Of the machine that all GPUs are in.")] = "256GiB",
     method: Annotated[str, _one_of(estimates.METHODS, "What is trained")] = "full",
-    lora_rank: Annotated[int, typer.Option(min=1, help="With --method lora: adapters on every linear map of the layers.")] = 32,
+    lora_rank: Annotated[
+        int, typer.Option(min=1, max=1 << 16, help="With --method lora: adapters on every linear map of the layers.")
+    ] = 32,
     objective: Annotated[str, _one_of(estimates.OBJECTIVES, "The loss")] = "sft",
     optimizer: Annotated[str, _one_of(estimates.OPTIMIZERS, "Whose state is on the GPU")] = "adamw",
     engine: Annotated[str, _one_of(ENGINES, "What holds weights and gradients")] = "none",
-    gpus: Annotated[int, typer.Option(min=1, help="With an engine.")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, max=_MANY, help="With an engine.")] = 1,
     dtype: Annotated[str, _one_of(estimates.DTYPES, "Of weights and activations")] = "bfloat16",
     keep: Annotated[str, _one_of(KEEP_POLICIES, "As for streamgrad.enable")] = "auto",
     offload: Annotated[str, _one_of(OFFLOAD_PLACES, "As for streamgrad.enable")] = "auto",
-    gemm_tflops: Annotated[float, typer.Option(min=1e-3, help="Rate of matrix products.")] = _RATES.gemm / 1e12,
+    gemm_tflops: Annotated[float, typer.Option(help="Rate of matrix products.")] = _RATES.gemm / 1e12,
     attention_tflops: Annotated[tuple[float, float], typer.Option(help="Rates of attention, forward and backward.")] = (
         _RATES.attention_forward / 1e12,
         _RATES.attention_backward / 1e12,

@@ -28,7 +28,7 @@ _JSON_POINTS = 400
 def profile(
     model: Annotated[str, typer.Option(help="A preset (qwen3-0.6b), with random weights, or tiny.")] = "tiny",
     layers: Annotated[int | None, typer.Option(min=1, help="Of a preset: its first layers only.", show_default="all")] = None,
-    seq_len: Annotated[int, typer.Option(min=2, help="Tokens of the one sequence.")] = 2048,
+    seq_len: Annotated[int, typer.Option(min=2, max=1 << 20, help="Tokens of the one sequence.")] = 2048,
     chunk_size: Annotated[
         int | None, typer.Option(min=1, help="Of layers and head, streamed.", show_default="an eighth of the sequence")
     ] = None,
@@ -38,10 +38,10 @@ def profile(
     out: Annotated[Path, typer.Option(help="The directory for profile.png and profile.html.")] = Path("out/profile"),
     as_json: Annotated[bool, typer.Option("--json", help="Print timelines and words as JSON instead of the words.")] = False,
 ) -> None:
-    """Where the memory of a training step goes: gradient checkpointing and streaming side by side, over the course of the step.
+    """Where the memory of a training step goes: gradient checkpointing and streaming side by side.
 
-    Writes a picture and a page with hover and zoom, and says where the peak is and what to change about it. Bytes come from
-    torch's allocator on a GPU and are counted on a CPU. Exits with 0.
+    Writes a picture of the step's course and a page with hover and zoom, and says where the peak is and what to change about it.
+    Bytes come from torch's allocator on a GPU and are counted on a CPU. Exits with 0.
 
     **Examples**
 

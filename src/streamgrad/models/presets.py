@@ -1,18 +1,23 @@
-"""Published shapes of real models, for random-weight runs without a download."""
+"""Which model is meant: published shapes of real models, for runs without a download, and configurations by path or name."""
 
 from __future__ import annotations
 
 import copy
 import json
 import os
+import re
 from importlib import resources
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 # Long enough for every benchmark; rotary embeddings cost nothing for positions that are not used.
 _POSITIONS = 1 << 22
+# One word, or an owner and a word; a path begins otherwise or has more parts.
+_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+# In characters: some of transformers' messages list every class there is.
+_LONGEST_REASON = 300
 
 
 def preset_names() -> list[str]:
@@ -27,31 +32,58 @@ def preset_config(name: str) -> PretrainedConfig:
 
 
 def config_of(model: Any) -> PretrainedConfig:
-    """Of a preset's name, a directory with a `config.json`, a name on the hub, a configuration or a model."""
+    """Of a preset's name, a directory with a `config.json`, a name on the hub, a configuration or a model.
+
+    It is that of a causal language model; another one is a ValueError.
+    """
     if isinstance(model, PretrainedConfig):
-        return model
-    if isinstance(getattr(model, "config", None), PretrainedConfig):
-        return model.config
-    if not isinstance(model, str | os.PathLike):
+        config = model
+    elif isinstance(getattr(model, "config", None), PretrainedConfig):
+        config = model.config
+    elif not isinstance(model, str | os.PathLike):
         raise TypeError(f"model is a {type(model).__name__}. Pass a preset's name, a path, a configuration or a model.")
-    if model in preset_names():
+    elif model in preset_names():
         return preset_config(str(model))
-    if "/" not in str(model) and not os.path.isdir(model):
+    elif not os.path.exists(model) and not ("/" in str(model) and _HUB_NAME.fullmatch(str(model))):
         raise ValueError(
-            f"model={str(model)!r} is neither a directory nor a preset. The presets are {', '.join(preset_names())}; a name on "
-            "the hub has its owner in front, as in Qwen/Qwen3-8B."
+            f"model={str(model)!r} is neither a directory that exists nor a preset. The presets are {', '.join(preset_names())}; "
+            "a name on the hub has its owner in front, as in Qwen/Qwen3-8B."
         )
+    else:
+        config = stored_config(model)
+    check_causal(config)
+    return config
+
+
+def stored_config(model: str | os.PathLike, **options: Any) -> PretrainedConfig:
+    """Of a directory with a `config.json` or a name on the hub; `options` are those of `AutoConfig.from_pretrained`."""
+    name = str(model)
+    if not os.path.exists(name) and not _HUB_NAME.fullmatch(name):
+        raise ValueError(f"model={name!r}: there is no such directory. Pass one, or a name on the hub such as Qwen/Qwen3-8B.")
     try:
-        return AutoConfig.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"model={str(model)!r} has no configuration that transformers can load: {reason}") from error
+        return AutoConfig.from_pretrained(model, **options)
+    except Exception as error:  # of any kind: files, connections and the checks of each configuration fail in their own ways
+        reason = " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
+        raise ValueError(f"model={name!r} has no configuration that transformers can load: {reason}") from error
+
+
+def check_causal(config: PretrainedConfig) -> None:
+    """Whether transformers builds a decoder-only language model from it."""
+    if config.is_encoder_decoder:
+        reason = "it is an encoder-decoder"
+    elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        reason = f"transformers' AutoModelForCausalLM knows no {type(config).__name__}"
+    else:
+        return
+    raise ValueError(f"a {config.model_type} model is not a causal language model: {reason}. Pass a decoder-only model.")
 
 
 def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     """The configuration of the model's first `layers` layers."""
     config = copy.deepcopy(config)
     text = config.get_text_config(decoder=True)
+    if layers > text.num_hidden_layers:
+        raise ValueError(f"layers={layers}, and the model has {text.num_hidden_layers}. Pass at most that many.")
     text.num_hidden_layers = layers
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:layers]

@@ -133,19 +133,19 @@ def estimate(
             f"engine={engine!r} with gpus={gpus}: several GPUs need an engine, and one needs none. Pass engine='none' with "
             f"gpus=1, or one of {', '.join(ENGINES[1:])} with gpus of at least 2."
         )
+    gpu_bytes, host_bytes = _amount("gpu_memory", gpu_memory), _amount("host_memory", host_memory)
     shape = model_shape(config_of(model), dtype=getattr(torch, dtype), lora_rank=lora_rank if method == "lora" else None)
     rows = 2 * batch if objective == "dpo" else batch
     resident, share = _resident(shape, engine, gpus, optimizer, reference=objective == "dpo" and method == "full")
-    gpu_bytes, host_bytes = parse_bytes(gpu_memory), parse_bytes(host_memory)
     card = _Card(gpu_bytes, HOST_SHARE * host_bytes / gpus, keep, offload)
     load = Workload(shape, rows, seq_len or 1, resident, share)
     longest = _longest(load, lambda longer: card.holds(*card.streamed(longer, smallest=True)))
     plainly = _longest(load, lambda longer: card.holds(None, _worst(checkpointing_moments(longer))))
     if not seq_len and not longest:
         raise ValueError(
-            f"nothing fits {gpu_memory}: weights, optimizer state and the engine's buffers alone take "
-            f"{sum(resident.values()) / 2**30:.1f} GiB on each GPU. Pass method='lora', optimizer='adamw8bit', an engine that "
-            "shards with more GPUs, or a larger GPU."
+            f"nothing fits {gpu_memory}, not even batch={batch} of 128 tokens: weights, optimizer state and the engine's buffers "
+            f"alone take {sum(resident.values()) / 2**30:.1f} GiB on each GPU. Pass a smaller batch, method='lora', "
+            "optimizer='adamw8bit', an engine that shards with more GPUs, or a larger GPU."
         )
     load = replace(load, sequence=seq_len or longest)
     reference = objective == "dpo"
@@ -187,6 +187,13 @@ def estimate(
         checkpointing=checkpointing,
         assumptions=tuple(_assumptions(dtype, method, objective, optimizer, engine, rates)),
     )
+
+
+def _amount(name: str, value: int | str) -> int:
+    try:
+        return parse_bytes(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 @dataclass(frozen=True)

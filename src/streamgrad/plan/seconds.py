@@ -7,6 +7,7 @@ tokens on, and by 40 at 6,000.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,11 @@ class Rates:
     gemm: float = 787e12
     attention_forward: float = 600e12
     attention_backward: float = 520e12
+
+    def __post_init__(self) -> None:
+        for name, rate in vars(self).items():
+            if not 0 < rate < math.inf:
+                raise ValueError(f"{name}={rate / 1e12:g} TFLOP/s: time is FLOPs over this rate. Pass a finite one above 0.")
 
 
 @dataclass(frozen=True)
