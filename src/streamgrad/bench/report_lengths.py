@@ -122,8 +122,8 @@ def longest(records: Records, paper: dict[str, Any]) -> list[str]:
 def _past_trl(records: list[Record]) -> list[str]:
     lengths = ", ".join(f"{cell.tokens:,} ({cell.objective.upper()})" for cell in TRL_CELLS.values())
     said = [
-        f"TRL 1.15 reaches {lengths} tokens with gemma-3-1b under a cap of 79 GiB, GRPO's by scoring alone. Ours are whole steps, "
-        "GRPO's on one completion."
+        f"TRL 1.15 reaches {lengths} tokens with gemma-3-1b under a cap of 79 GiB, GRPO's by scoring alone. Ours are whole "
+        "steps, GRPO's on one completion."
     ]
     own = [record for record in records if record["model"] == TRL_CELLS["sft"].model]
     if not own:
