@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import SFTTrainer
 
 from streamgrad.cli import main
@@ -112,6 +112,12 @@ def test_help_is_that_of_trl(train):
     assert code == 0
     for flag in ("--loss_type", "--precompute_ref_log_probs", "--lora_r", "--dataset_name", "--head_chunk_size", "--offload"):
         assert flag in out
+    # Defaults are those of a run with a model; those of the tiny one are said once, above.
+    words = " ".join(out.split())
+    assert "processes at a time, or auto. (default: auto)" in words and "(default: 60)" not in words
+    assert re.search(
+        "Without --model_name_or_path a tiny model is trained, with defaults of its own: .* max_steps 60, .*64", words
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,6 +126,17 @@ def test_help_is_that_of_trl(train):
         (["sft", "--chunk_size", "0"], "chunk_size=0"),
         (["sft", "--keep", "everything"], "keep='everything' is not a choice"),
         (["sft", "--config", "nowhere.yaml"], "could not be read.*nowhere.yaml"),
+        (["sft", "--config"], "--config is the last word"),
+        (["sft", "--chunk_size", "1.5"], "chunk_size='1.5' is a str"),
+        (["sft", "--max_length", "0"], "max_length=0 will not do"),
+        (["sft", "--gradient_accumulation_steps", "0"], "gradient_accumulation_steps=0 will not do"),
+        (["sft", "--gradient_accumulation_steps", "-1"], "gradient_accumulation_steps=-1 will not do"),
+        (["sft", "--use_peft", "true", "--lora_r", "9" * 30], "lora_r=9+ will not do"),
+        (["grpo", "--num_generations", "0"], "a count such as --num_generations is 0"),
+        (["grpo", "--num_iterations", "0"], "num_iterations=0 will not do"),
+        (["sft", "--model_name_or_path", "./nomodel", "--bf16", "false"], "model='./nomodel': there is no such directory"),
+        (["sft", "--model_name_or_path", "qwen3-8b", "--bf16", "false"], "'qwen3-8b' is a preset, a shape without weights"),
+        (["sft", "--dataset_name", "./nodata"], "dataset './nodata': there is no such directory"),
         (["dpo", "--bf16", "false", "--loss_type", "sigmoidal", "--max_steps", "1"], "Unknown loss type: sigmoidal"),
         (["ppo"], None),
         (["sft", "--no_such_flag", "1"], None),
@@ -128,13 +145,54 @@ def test_help_is_that_of_trl(train):
 )
 def test_what_cannot_be(train, tmp_path, words, message):
     """One line for what a command asks; the usage, and exit code 2, for a command that does not exist."""
-    code, _, err = train(*words, *(["--output_dir", tmp_path] if words[0] != "ppo" else []))
+    code, _, err = train(words[0], *(["--output_dir", tmp_path] if words[0] != "ppo" else []), *words[1:])
     if message is None:
         assert code == 2 or "no_such_flag" in str(code) + err
     else:
         assert str(code).startswith("streamgrad: ")
         assert "\n" not in str(code).strip()
         assert re.search(message, str(code))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"max_steps: [1\nbf16: }", "is not YAML: .*line 2"),
+        (b"\xff\xfe\x00", "could not be read: .*can't decode byte 0xff"),
+        (b"- max_steps", "must contain a YAML mapping"),
+        (b"max_stepps: 1", "max_stepps"),
+    ],
+    ids=["broken", "binary", "list", "unknown key"],
+)
+def test_a_yaml_file_that_cannot_be_used(train, tmp_path, content, message):
+    (tmp_path / "run.yaml").write_bytes(content)
+    code, _, _ = train("sft", "--config", tmp_path / "run.yaml")
+    assert re.fullmatch(f"streamgrad: .*{message}.*", str(code)), code
+
+
+def test_a_model_that_is_not_one(train, tmp_path):
+    """A directory without a configuration, an encoder-decoder, and a configuration that names no class."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    flags = ["sft", "--model_name_or_path", folder, "--bf16", "false", "--output_dir", tmp_path / "out"]
+    assert "has no configuration that transformers can load" in str(train(*flags)[0])
+    AutoConfig.for_model("t5").save_pretrained(folder)
+    assert "a t5 model is not a causal language model: it is an encoder-decoder" in str(train(*flags)[0])
+    AutoConfig.for_model("qwen3").save_pretrained(folder)
+    assert "has no architectures" in str(train(*flags)[0])
+
+
+def test_a_dataset_that_cannot_be_read(train, tmp_path, monkeypatch):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    flags = ["sft", "--dataset_name", folder, "--output_dir", tmp_path / "out"]
+    assert re.fullmatch("streamgrad: dataset .*data could not be loaded: .*any data files. Pass a dir.*", str(train(*flags)[0]))
+    (folder / "train.jsonl").write_text('{"text": "a"}\nnot json')
+    assert "data could not be loaded: JSON parse error: Invalid value" in str(train(*flags)[0])
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    code, _, _ = train("sft", "--dataset_name", "nobody/nothing", "--output_dir", tmp_path / "out")
+    assert "dataset nobody/nothing could not be loaded: Couldn't reach" in str(code)
 
 
 def test_a_dataset_without_the_columns(train, tmp_path, model):

@@ -26,7 +26,7 @@ def one_line_errors() -> Iterator[None]:
     """What a user can act on ends the program with one line and exit code 1; anything else is a bug and keeps its traceback."""
     try:
         yield
-    except (CheckFailed, ValueError, TypeError, OSError) as error:
+    except (CheckFailed, ValueError, OSError) as error:
         sys.exit(f"streamgrad: {_one_line(error)}")
     except (RuntimeError, MemoryError) as error:
         import torch

@@ -14,8 +14,6 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 
 # Long enough for every benchmark; rotary embeddings cost nothing for positions that are not used.
 _POSITIONS = 1 << 22
-# One word, or an owner and a word; a path begins otherwise or has more parts.
-_HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 # In characters: some of transformers' messages list every class there is.
 _LONGEST_REASON = 300
 
@@ -44,7 +42,7 @@ def config_of(model: Any) -> PretrainedConfig:
         raise TypeError(f"model is a {type(model).__name__}. Pass a preset's name, a path, a configuration or a model.")
     elif model in preset_names():
         return preset_config(str(model))
-    elif not os.path.exists(model) and not ("/" in str(model) and _HUB_NAME.fullmatch(str(model))):
+    elif not os.path.exists(model) and not ("/" in str(model) and may_be_on_hub(str(model))):
         raise ValueError(
             f"model={str(model)!r} is neither a directory that exists nor a preset. The presets are {', '.join(preset_names())}; "
             "a name on the hub has its owner in front, as in Qwen/Qwen3-8B."
@@ -55,10 +53,15 @@ def config_of(model: Any) -> PretrainedConfig:
     return config
 
 
+def may_be_on_hub(name: str) -> bool:
+    """One word, or an owner and a word; a path begins otherwise or has more parts."""
+    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
+
+
 def stored_config(model: str | os.PathLike, **options: Any) -> PretrainedConfig:
     """Of a directory with a `config.json` or a name on the hub; `options` are those of `AutoConfig.from_pretrained`."""
     name = str(model)
-    if not os.path.exists(name) and not _HUB_NAME.fullmatch(name):
+    if not os.path.exists(name) and not may_be_on_hub(name):
         raise ValueError(f"model={name!r}: there is no such directory. Pass one, or a name on the hub such as Qwen/Qwen3-8B.")
     try:
         return AutoConfig.from_pretrained(model, **options)

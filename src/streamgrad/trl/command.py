@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import trl.rewards
+import yaml  # type: ignore[import-untyped]
 from datasets import load_dataset
+from datasets.exceptions import DatasetGenerationError
 from trl import (
     DatasetMixtureConfig,
     DPOConfig,
@@ -26,7 +28,8 @@ from trl import (
 )
 from trl.scripts.grpo import GRPOScriptArguments
 
-from streamgrad.config import StreamConfig
+from streamgrad.config import ATTENTION_BACKENDS, COMPILE_MODES, KEEP_POLICIES, OFFLOAD_PLACES, StreamConfig
+from streamgrad.models.presets import check_causal, may_be_on_hub, preset_names, stored_config
 from streamgrad.trl.trainers import StreamDPOTrainer, StreamGRPOTrainer, StreamSFTTrainer
 
 # By objective: the trainer, its arguments, and the arguments of TRL's script for it.
@@ -37,21 +40,42 @@ OBJECTIVES: dict[str, tuple[Any, Any, Any]] = {
 }
 
 
+_STREAM_HELP = {
+    "chunk_size": "tokens that a decoder layer processes at a time, or auto.",
+    "head_chunk_size": "tokens whose logits exist at a time, or auto.",
+    "keep": f"what a layer keeps for its backward pass: {', '.join(KEEP_POLICIES)}.",
+    "offload": f"where that waits for backward: {', '.join(OFFLOAD_PLACES)}.",
+    "attention": f"the kernel: {', '.join(ATTENTION_BACKENDS)}.",
+    "compile": f"norms, rotary embeddings and gated activations as one kernel each: {', '.join(COMPILE_MODES)}.",
+    "memory_budget": "device memory that a step may use in all, weights included, as in 80GiB; by default what is free.",
+}
+# What is counted, from 1 on. Others check some of these, but a few wrong ones would train on nothing in silence.
+_COUNTS = (
+    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "max_length", "num_generations",
+    "num_iterations", "max_completion_length", "steps_per_generation", "generation_batch_size", "lora_r",
+)  # fmt: skip
+_LARGEST_COUNT = 1 << 31
+
+
 def _stream_arguments() -> type:
-    """The options of `StreamConfig` as a dataclass that TRL's parser can read; what is left out keeps its default."""
+    """The options of `StreamConfig` as a dataclass that TRL's parser can read."""
+    helps = {name: {"help": f"streamgrad: {text}"} for name, text in _STREAM_HELP.items()}
     fields = [
-        (option.name, str | None, dataclasses.field(default=None, metadata={"help": f"streamgrad: StreamConfig.{option.name}."}))
+        (option.name, str | None, dataclasses.field(default=option.default, metadata=helps[option.name]))
         for option in dataclasses.fields(StreamConfig)
     ]
     return dataclasses.make_dataclass("StreamArguments", fields)
 
 
 def _stream_config(arguments: Any) -> StreamConfig:
-    given: dict[str, Any] = {name: value for name, value in vars(arguments).items() if value is not None}
+    given: dict[str, Any] = dict(vars(arguments))
     for name, value in given.items():
         if isinstance(value, str) and value.lstrip("-").isdigit():
             given[name] = int(value)
-    return StreamConfig(**given)
+    try:
+        return StreamConfig(**given)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
 
 
 @dataclass
@@ -75,33 +99,81 @@ class Command:
             raise ValueError(f"{objective!r} is not an objective. Pass one of {', '.join(OBJECTIVES)}.")
         _, training, script = OBJECTIVES[objective]
         kinds = (script, training, ModelConfig, DatasetMixtureConfig, _stream_arguments())
-        parser = TrlParser(kinds, prog=f"streamgrad train {objective}")
+        alone = ", ".join(f"{name} {value}" for name, value in (without_model or {}).items())
+        parser = TrlParser(
+            kinds,
+            prog=f"streamgrad train {objective}",
+            usage="%(prog)s [--config FILE.yaml] [flags of TRL and streamgrad; --help lists them]",
+            description=alone and f"Without --model_name_or_path a tiny model is trained, with defaults of its own: {alone}.",
+        )
         try:
             # The model alone first: a TrainingArguments checks itself when it is made, and its defaults depend on the answer.
             only_model = TrlParser((ModelConfig,), add_help=False)
-            model, _ = only_model.parse_args_and_config(list(arguments), return_remaining_strings=True)
-            if model.model_name_or_path is None:
+            model, others = only_model.parse_args_and_config(list(arguments), return_remaining_strings=True)
+            if model.model_name_or_path is None and not {"-h", "--help"} & set(others):
                 parser.set_defaults_with_config(**without_model or {})
             script, training, model, mixture, stream = parser.parse_args_and_config(list(arguments))
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"the file given as --config could not be read: {error}.") from error
+        except yaml.YAMLError as error:
+            raise ValueError(f"the file given as --config is not YAML: {error}") from error
+        except IndexError:
+            raise ValueError("--config is the last word. Put the name of a YAML file behind it.") from None
+        except ZeroDivisionError as error:
+            raise ValueError(
+                f"a count such as --num_generations is 0, and TRL divides by it ({error}). Pass at least 1."
+            ) from error
+        _check_counts(vars(training) | vars(model))
         return cls(objective, script, training, model, mixture, _stream_config(stream))
 
     @property
     def has_dataset(self) -> bool:
         return bool(self.script.dataset_name or self.mixture.datasets)
 
+    def check_model(self) -> None:
+        """Raise, before anything is loaded, for a model that is not there or that TRL cannot load for training."""
+        name = self.model.model_name_or_path
+        if name in preset_names() and not os.path.exists(name):
+            raise ValueError(f"model={name!r} is a preset, a shape without weights. Pass a directory, or a name on the hub.")
+        config = stored_config(name, revision=self.model.model_revision, trust_remote_code=self.training.trust_remote_code)
+        if config.is_encoder_decoder:
+            check_causal(config)
+        if not config.architectures:
+            raise ValueError(
+                f"the config.json of model={name!r} has no architectures, by which TRL finds the model's class. Save the model "
+                "with save_pretrained, which writes them."
+            )
+
     def dataset(self) -> Any:
-        if self.mixture.datasets:
-            return get_dataset(self.mixture)
-        script = self.script
-        return load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
+        script, mixed = self.script, self.mixture.datasets
+        names = [part.path for part in mixed] if mixed else [script.dataset_name]
+        for name in names:
+            if not os.path.exists(name) and not may_be_on_hub(name):
+                raise ValueError(f"dataset {name!r}: there is no such directory. Pass one, or a name on the hub, owner/name.")
+        try:
+            if mixed:
+                return get_dataset(self.mixture)
+            return load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
+        except (OSError, ValueError, DatasetGenerationError) as error:
+            # datasets says of a file that cannot be read only that there was an error, and keeps the error as the cause.
+            cause = error.__cause__ if type(error) is DatasetGenerationError and error.__cause__ else error
+            raise ValueError(
+                f"dataset {', '.join(names)} could not be loaded: {str(cause).rstrip('.')}. Pass a directory of JSON lines, CSV "
+                "or Parquet files, or a name on the hub."
+            ) from error
 
     def reward_funcs(self) -> list[Any]:
         """By name from `trl.rewards`, by dotted path, or a reward model."""
         named = [_reward(name) for name in self.script.reward_funcs or []]
         model = self.script.reward_model_name_or_path
         return [model, *named] if model else named
+
+
+def _check_counts(options: dict[str, Any]) -> None:
+    for name in _COUNTS:
+        count = options.get(name)
+        if count is not None and not 1 <= count <= _LARGEST_COUNT:
+            raise ValueError(f"{name}={count} will not do: it counts something. Pass a whole number from 1 to {_LARGEST_COUNT}.")
 
 
 def _reward(name: str) -> Callable[..., Any]:
@@ -128,6 +200,7 @@ def train(command: Command, *, dataset: Any = None, reward_funcs: list[Any] | No
     """
     kind = OBJECTIVES[command.objective][0]
     training, model = command.training, command.model
+    command.check_model()
     training.model_init_kwargs = {
         "revision": model.model_revision,
         "attn_implementation": model.attn_implementation,
@@ -156,6 +229,8 @@ def train(command: Command, *, dataset: Any = None, reward_funcs: list[Any] | No
     trainer.save_model(training.output_dir)
     if training.push_to_hub:
         trainer.push_to_hub(dataset_name=command.script.dataset_name)
+    if hasattr(trainer, "end"):  # from transformers 5.18 on: as TRL's scripts do, trackers and the process group are closed
+        trainer.end()
     return trainer
 
 
