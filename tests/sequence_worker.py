@@ -1,21 +1,24 @@
-"""What the ranks of a sequence-parallel test run: one step on slices, and what came of it."""
+"""What the ranks of a sequence-parallel test run, on slices of sequences, and the reference on whole ones."""
 
 from __future__ import annotations
 
-from collections import Counter
-from contextlib import ExitStack
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
+import engine_worker
 import streamgrad
-from engine_worker import Collectives, base_of
-from gradients import Step, no_float32
+from engine_worker import Collectives, base_of, optimizer_for, prepare_deepspeed
+from gradients import Step, no_float32, relative_error
 from lora import with_lora
-from streamgrad.distributed import sequence_loss, sequence_parallel
+from streamgrad.core.live import LiveBytes
+from streamgrad.distributed import make_zero3_leaves, sequence_loss, sequence_parallel
 from tiny import tiny_model, tokens
 
 
@@ -81,11 +84,10 @@ def plain_step(case: Case) -> Step:
 
 @dataclass
 class Outcome:
-    """`step` after averaging over ranks, as engines do; the collectives of forward and backward; what was not one of them."""
+    """`step` after averaging over ranks, as engines do; `exchanged`: all-to-alls of this rank, and elements put into them."""
 
     step: Step
-    collectives: Counter
-    rank_loss: Tensor
+    exchanged: tuple[int, int]
 
 
 def slice_of(batch: dict[str, Tensor], group: Any) -> dict[str, Tensor]:
@@ -99,11 +101,8 @@ def run_case(case: Case) -> Outcome:
     sequence_parallel(model, group)
     batch = slice_of(case.batch(), group)
     embeds = batch["inputs_embeds"].requires_grad_() if case.kind == "embedded" else None
-    with ExitStack() as during:
-        during.enter_context(no_float32())
-        seen = during.enter_context(Collectives())
-        rank_loss = model(**batch, labels=batch["shift_labels"]).loss
-        loss = sequence_loss(rank_loss, batch["shift_labels"], group)
+    with no_float32(), Collectives() as seen:
+        loss = sequence_loss(model(**batch, labels=batch["shift_labels"]).loss, batch["shift_labels"], group)
         loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     for gradient in gradients.values():
@@ -114,8 +113,157 @@ def run_case(case: Case) -> Outcome:
         parts = [torch.empty_like(embeds.grad) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, embeds.grad, group=group)
         gradients["input"] = torch.cat(parts, dim=1) / dist.get_world_size(group)
-    return Outcome(Step(loss.detach(), gradients), seen.counts, rank_loss.detach())
+    sizes = [(times, elements // 2) for (kind, elements), times in seen.counts.items() if "alltoall" in kind]  # in and out
+    return Outcome(Step(loss.detach(), gradients), (sum(n for n, _ in sizes), sum(n * size for n, size in sizes)))
 
 
-def run_cases(cases: list[Case]) -> list[Outcome]:
-    return [run_case(case) for case in cases]
+def on_two_ranks(cases: list[Case]) -> dict[str, Any]:
+    """All that two ranks are for: starting processes takes longer than any of it."""
+    return {
+        "steps": [run_case(case) for case in cases],
+        "other calls": other_calls(),
+        "refusals": refusals(),
+        "disagreement": refusals_of_disagreement(),
+    }
+
+
+def on_four_ranks(cases: list[Case]) -> dict[str, Any]:
+    return {
+        "steps": [run_case(case) for case in cases],
+        "live bytes": live_bytes(),
+        "training": {name: train(name) for name in ENGINES},
+    }
+
+
+# --- memory ------------------------------------------------------------------------------------------------------------
+
+
+def live_bytes(length: int = 1024, chunks: int = 8) -> dict[int, int]:
+    """Peak bytes of a step on one rank, by the number of ranks that share the sequence."""
+    peaks = {}
+    for ranks in (1, 2, 4):
+        group = init_device_mesh("cpu", (4 // ranks, ranks), mesh_dim_names=("data", "sequence"))["sequence"].get_group()
+        model = tiny_model("llama", dtype=torch.float32, num_key_value_heads=4, num_hidden_layers=4)
+        size = length // ranks // chunks
+        sequence_parallel(streamgrad.enable(model, chunk_size=size, head_chunk_size=size, keep="input"), group)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        ids = tokens(1, length // ranks)
+        with LiveBytes() as live:
+            model(input_ids=ids, labels=ids, shift_labels=ids).loss.backward()
+        peaks[ranks] = live.peak_bytes
+    return peaks
+
+
+# --- engines -----------------------------------------------------------------------------------------------------------
+
+ENGINES = ("ddp", "fsdp2", "zero3")
+STEPS = 3
+
+
+def training_batch(replica: int, step: int) -> dict[str, Tensor]:
+    """Of another length for each of the two pairs of ranks, and with labels that the two of a pair share unequally."""
+    ids = tokens(2, (24, 10)[replica], seed=10 * step + replica)
+    labels = ids.masked_fill(torch.arange(ids.shape[1]) < 4, -100)
+    return {"input_ids": ids, "shift_labels": nn.functional.pad(labels[:, 1:], (0, 1), value=-100)}
+
+
+def training_model() -> nn.Module:
+    return tiny_model("qwen3", dtype=torch.float32, tie_word_embeddings=False)
+
+
+def plain_training() -> dict[str, Tensor]:
+    model = training_model()
+    optimizer = optimizer_for(model)
+    for step in range(STEPS):
+        for replica in (0, 1):
+            batch = training_batch(replica, step)
+            (model(**batch, labels=batch["shift_labels"]).loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def train(name: str) -> dict[str, Tensor]:
+    group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))["sequence"].get_group()
+    model = training_model()
+    if name == "zero3":
+        prepare_deepspeed()
+        make_zero3_leaves(model)
+    sequence_parallel(streamgrad.enable(model, chunk_size=5, head_chunk_size=3), group)
+    engine: Any = engine_worker.ENGINES[name](model, engine_worker.Case(name))
+    for step in range(STEPS):
+        batch = slice_of(training_batch(dist.get_rank() // 2, step), group)
+        wrapped = engine.engine if name == "zero3" else engine.wrapped
+        loss = sequence_loss(wrapped(**batch, labels=batch["shift_labels"]).loss, batch["shift_labels"], group)
+        if name == "zero3":
+            engine.engine.backward(loss)
+            engine.engine.step()
+        else:
+            loss.backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+    return engine.parameters()
+
+
+# --- other calls, and what is refused ----------------------------------------------------------------------------------
+
+
+def other_calls() -> dict[str, float]:
+    """Relative errors of logits."""
+    group, case = dist.group.WORLD, Case(chunk_size=5)
+    stock, batch = case.model(), case.batch()
+    model = sequence_parallel(streamgrad.enable(case.model(), chunk_size=5), group)
+    ids, mine = batch["input_ids"], slice_of(batch, group)
+    with torch.no_grad():
+        whole = stock(input_ids=ids).logits
+        logits = {
+            "no grad": model(**mine, labels=mine["shift_labels"]).logits,
+            "tuple": model(input_ids=mine["input_ids"], return_dict=False)[0],
+            "a copy": copy.deepcopy(model)(input_ids=mine["input_ids"]).logits,
+        }
+        own = slice_of({"logits": whole}, group)["logits"]
+        errors = {name: relative_error(actual, own) for name, actual in logits.items()}
+        errors["evaluation"] = relative_error(model.eval()(input_ids=ids).logits, whole)
+        sequence_parallel(model.train(), None)
+        return errors | {"left": relative_error(model(input_ids=ids).logits, whole)}
+
+
+def message(function: Any, *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(ValueError, match=".") as refused:
+        function(*args, **kwargs)
+    return str(refused.value)
+
+
+def refusals() -> dict[str, str]:
+    group, ids = dist.group.WORLD, tokens(1, 8)
+    model = sequence_parallel(streamgrad.enable(tiny_model("llama"), chunk_size=4), group)
+    ends = torch.tensor([0, 8], dtype=torch.int32)
+    few_heads = streamgrad.enable(tiny_model("llama", num_key_value_heads=1))
+    with torch.no_grad():
+        cache = streamgrad.disable(copy.deepcopy(model))(input_ids=ids, use_cache=True).past_key_values
+    return {
+        "heads": message(sequence_parallel, few_heads, group),
+        "labels": message(model, input_ids=ids, labels=ids),
+        "dense mask": message(model, input_ids=ids, attention_mask=torch.ones(1, 1, 8, 8, dtype=torch.bool)),
+        "boundaries": message(model, input_ids=ids, position_ids=torch.arange(8)[None], cu_seq_lens_q=ends, cu_seq_lens_k=ends),
+        "hidden states": message(model, input_ids=ids, output_hidden_states=True),
+        "whole mask": message(model, input_ids=ids, attention_mask=torch.ones(1, 16)),
+        "cache": message(model, input_ids=ids, past_key_values=cache),
+        "not enabled": message(sequence_parallel, tiny_model("llama"), group),
+    }
+
+
+def refusals_of_disagreement() -> dict[str, str]:
+    rank, group, ids = dist.get_rank(), dist.group.WORLD, tokens(1, 8)
+
+    def model(**options: Any) -> nn.Module:
+        return sequence_parallel(streamgrad.enable(tiny_model("llama"), **({"chunk_size": 4} | options)), group)
+
+    positions = {"position_ids": torch.arange(8)[None]} if rank else {}
+    return {
+        "length": message(model(), input_ids=ids[:, : 8 - rank]),
+        "chunk_size": message(model(chunk_size=4 - rank), input_ids=ids),
+        "positions": message(model(), input_ids=ids, **positions),
+        "keep": message(model(keep=("input", "attention")[rank]), input_ids=ids),
+    }
