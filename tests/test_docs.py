@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import re
 import shlex
@@ -15,6 +16,7 @@ import transformers
 from typer.testing import CliRunner
 
 from streamgrad.cli.app import COMMANDS, app, loaded
+from streamgrad.config import ATTENTION_BACKENDS, COMPILE_MODES, KEEP_POLICIES, OFFLOAD_PLACES, StreamConfig
 
 ROOT = Path(__file__).parent.parent
 FILES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
@@ -107,6 +109,17 @@ def test_commands_exist_and_know_their_options(arguments):
 
 def test_there_are_commands_to_check():
     assert len(commands()) >= 8
+
+
+def test_the_table_of_options_is_that_of_the_configuration():
+    """A row for each option, with its default and every choice."""
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", (ROOT / "README.md").read_text(), flags=re.MULTILINE))
+    assert set(rows) == {option.name for option in dataclasses.fields(StreamConfig)}
+    choices = {"keep": KEEP_POLICIES, "offload": OFFLOAD_PLACES, "attention": ATTENTION_BACKENDS, "compile": COMPILE_MODES}
+    for option in dataclasses.fields(StreamConfig):
+        default = "what is free" if option.default is None else f'`"{option.default}"`'
+        assert rows[option.name].startswith(f"{default} | ")
+        assert all(f'`"{choice}"`' in rows[option.name] for choice in choices.get(option.name, ()))
 
 
 def generator(name: str) -> ModuleType:
