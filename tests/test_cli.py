@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import streamgrad
 from streamgrad.cli import CheckFailed, main, one_line_errors
 from streamgrad.cli.app import COMMANDS, app, loaded
+from streamgrad.cli.device import chosen_device
 
 # --- What is imported -----------------------------------------------------------------------------------------------------------
 
@@ -71,6 +72,16 @@ def test_the_list_says_what_the_command_says(name):
 def test_a_command_that_does_not_exist():
     result = CliRunner().invoke(app, ["plann"])
     assert result.exit_code == 2 and "plan" in result.output
+
+
+def test_small_models_on_a_cpu_take_one_thread():
+    """Two threads on two busy cores take six times as long for `check`."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert chosen_device("cpu") == torch.device("cpu") and torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
 
 
 # --- Errors ---------------------------------------------------------------------------------------------------------------------

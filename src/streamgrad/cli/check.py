@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from streamgrad.check.precision import KINDS, LARGEST_ERROR, LARGEST_RATIO, Outcome, check_precision
 from streamgrad.cli import CheckFailed
+from streamgrad.cli.device import chosen_device
 from streamgrad.models.presets import config_of
 
 
@@ -32,18 +32,17 @@ def check(
 
     `python -m streamgrad check ./my-model --json`
     """
-    has_cuda = torch.cuda.is_available()
-    if device not in (None, "cpu", "cuda") or (device == "cuda" and not has_cuda):
-        raise ValueError(f"--device {device} will not do: pass cpu" + (" or cuda." if has_cuda else "; torch sees no GPU."))
-    outcome = check_precision(config_of(model), device=torch.device(device or ("cuda" if has_cuda else "cpu")))
+    config, target = config_of(model), chosen_device(device)
+    with Console(stderr=True).status("Differentiating small copies of the model ..."):
+        outcome = check_precision(config, device=target)
     if as_json:
         typer.echo(json.dumps({"model": model} | outcome.to_dict(), indent=2))
     else:
         console = Console()
         console.print(check_table(model, outcome))
         console.print(
-            f"fp32: every group within {LARGEST_ERROR:.0e} of plain backpropagation's. {outcome.dtype}: streamed errors are "
-            f"{outcome.ratio:.3f} times plain ones, pooled over {outcome.models} random models; {LARGEST_RATIO} is allowed."
+            f"Exact. fp32: every group within {LARGEST_ERROR:.0e} of plain backpropagation's. {outcome.dtype}: streamed errors "
+            f"are {outcome.ratio:.3f} times plain ones, pooled over {outcome.models} random models; {LARGEST_RATIO} is allowed."
             if outcome.passed
             else "[bold red]Not exact.[/bold red]"
         )

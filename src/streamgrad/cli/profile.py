@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import streamgrad
+from streamgrad.cli.device import chosen_device
 from streamgrad.models.presets import preset_model, preset_names
 from streamgrad.profile.advice import advice
 from streamgrad.profile.picture import draw, write_page
@@ -51,10 +52,7 @@ def profile(
     """
     import matplotlib  # noqa: F401  (missing, it is found before the steps and not after them)
 
-    target = _device(device)
-    if target.type == "cpu":
-        # Threads that wait for a busy core make a small step several times slower.
-        torch.set_num_threads(1)
+    target = chosen_device(device)
     subject = profiled_model(model, layers, target)
     chunk = chunk_size or math.ceil(seq_len / _CHUNKS)
     console = Console(stderr=as_json)
@@ -124,10 +122,3 @@ def record(model: PreTrainedModel, ids: Tensor) -> Timeline:
     timeline = recorder.timeline()
     model.zero_grad(set_to_none=True)
     return timeline
-
-
-def _device(name: str | None) -> torch.device:
-    has_cuda = torch.cuda.is_available()
-    if name not in (None, "cpu", "cuda") or (name == "cuda" and not has_cuda):
-        raise ValueError(f"--device {name} will not do: pass cpu" + (" or cuda." if has_cuda else "; torch sees no GPU."))
-    return torch.device(name or ("cuda" if has_cuda else "cpu"))
