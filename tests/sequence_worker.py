@@ -138,9 +138,9 @@ def on_four_ranks(cases: list[Case]) -> dict[str, Any]:
 # --- memory ------------------------------------------------------------------------------------------------------------
 
 
-def live_bytes(length: int = 1024, chunks: int = 8) -> dict[int, int]:
-    """Peak bytes of a step on one rank, by the number of ranks that share the sequence."""
-    peaks = {}
+def live_bytes(length: int = 1024, chunks: int = 8) -> tuple[dict[int, int], int]:
+    """Peak bytes of a step on one rank, by the number of ranks that share the sequence; bytes of a layer's parameters."""
+    peaks: dict[int, int] = {}
     for ranks in (1, 2, 4):
         group = init_device_mesh("cpu", (4 // ranks, ranks), mesh_dim_names=("data", "sequence"))["sequence"].get_group()
         model = tiny_model("llama", dtype=torch.float32, num_key_value_heads=4, num_hidden_layers=4)
@@ -152,7 +152,7 @@ def live_bytes(length: int = 1024, chunks: int = 8) -> dict[int, int]:
         with LiveBytes() as live:
             model(input_ids=ids, labels=ids, shift_labels=ids).loss.backward()
         peaks[ranks] = live.peak_bytes
-    return peaks
+    return peaks, sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
 
 
 # --- engines -----------------------------------------------------------------------------------------------------------
@@ -250,6 +250,7 @@ def refusals() -> dict[str, str]:
         "hidden states": message(model, input_ids=ids, output_hidden_states=True),
         "whole mask": message(model, input_ids=ids, attention_mask=torch.ones(1, 16)),
         "cache": message(model, input_ids=ids, past_key_values=cache),
+        "generation": message(model.generate, ids, max_new_tokens=2),
         "not enabled": message(sequence_parallel, tiny_model("llama"), group),
     }
 

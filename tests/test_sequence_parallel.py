@@ -16,7 +16,7 @@ from sequence_worker import (
 )
 from streamgrad.attention.masks import CausalMask
 from streamgrad.core.chunk import SeamError
-from streamgrad.models.dealing import Dealing
+from streamgrad.models.dealing import Slices
 
 TWO_RANKS = [
     *(Case(chunk_size=size) for size in (1, 5, 12)),  # 5: a last chunk of 2 tokens
@@ -84,10 +84,12 @@ def test_steps_of_four_ranks(subtests, four_ranks):
 
 
 def test_memory_falls_with_the_number_of_ranks(four_ranks):
-    """With as many chunks, so that a chunk has fewer tokens too; what does not fall is a layer's gradients and their sum."""
+    """With as many chunks, so that a chunk has fewer tokens too. What does not fall is a layer's gradients and a term of them."""
     for rank in four_ranks:
-        peaks = rank["live bytes"]
-        assert peaks[2] < 0.52 * peaks[1] and peaks[4] < 0.28 * peaks[1], peaks
+        peaks, layer = rank["live bytes"]
+        assert peaks[1] > 60 * layer, "there is too little to fall"
+        for ranks in (2, 4):
+            assert peaks[ranks] < peaks[1] / ranks + 2 * layer, peaks
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -116,6 +118,7 @@ def test_refusals(subtests, two_ranks):
         "hidden states": ["output_hidden_states=True"],
         "whole mask": ["attention_mask has shape (1, 16) and the rank's slice 8 tokens"],
         "cache": ["past_key_values"],
+        "generation": ["Call model.eval() to generate"],
         "not enabled": ["Call streamgrad.enable(model) before"],
     }.items():
         with subtests.test(name):
@@ -138,4 +141,4 @@ def test_an_unknown_rule_of_a_mask_is_refused():
     """Windows and documents go by places in the sequence; what another rule goes by is not known."""
     mask = CausalMask(lambda batch, head, query, key: key % 2 == 0, has_other_rule=True)
     with pytest.raises(SeamError, match="beside windows and documents"):
-        Dealing(None, {}, None, None).mask(mask)
+        Slices(None, {}, None, None).mask(mask)

@@ -12,7 +12,7 @@ Shapes: B batch, T tokens of the sequence, or of a slice where it says so, E mod
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 from streamgrad.attention.masks import CausalMask, DenseMask
 from streamgrad.config import KEEP_POLICIES
 from streamgrad.core.chunk import SeamError
-from streamgrad.core.exchange import Ulysses
+from streamgrad.core.exchange import ALONE, Exchange, Ulysses
 from streamgrad.models.masks import documents_of_sequence
 from streamgrad.models.planning import Planner
 
@@ -66,17 +66,40 @@ def check_heads(config: Any, ranks: int) -> None:
         )
 
 
-@dataclass
-class Dealing:
-    """One call: the arguments of this rank in the order of `exchange`, and what masks need to know of the whole sequence."""
+class WholeSequences:
+    """A call whose tokens are all here."""
+
+    exchange: Exchange = ALONE
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.arguments = arguments
+
+    def masks(self) -> AbstractContextManager[None]:
+        """Around the decoder's forward, which makes its masks."""
+        return nullcontext()
+
+    def mask(self, mask: CausalMask | DenseMask) -> CausalMask | DenseMask:
+        """The sequence's mask, from the one that was made for the tokens here."""
+        return mask
+
+    def output(self, output: Any) -> Any:
+        """What the caller gets of what the decoder returned."""
+        return output
+
+
+class Slices(WholeSequences):
+    """A call with this rank's slices: arguments in the order of `exchange`, and what masks must know of the whole sequence."""
 
     exchange: Ulysses
-    arguments: dict[str, Any]
-    documents_BT: Tensor | None
-    padding_BT: Tensor | None
+
+    def __init__(
+        self, exchange: Ulysses, arguments: dict[str, Any], documents_BT: Tensor | None, padding_BT: Tensor | None
+    ) -> None:
+        super().__init__(arguments)
+        self.exchange, self.documents_BT, self.padding_BT = exchange, documents_BT, padding_BT
 
     @classmethod
-    def of(cls, decoder: Any, arguments: dict[str, Any], group: dist.ProcessGroup, planner: Planner) -> Dealing:
+    def of(cls, decoder: Any, arguments: dict[str, Any], group: dist.ProcessGroup, planner: Planner) -> Slices:
         _refuse(decoder, arguments)
         dealt, names = dict(arguments), ("input_ids", "inputs_embeds")
         name = next(name for name in names if arguments.get(name) is not None)
@@ -107,7 +130,7 @@ class Dealing:
             documents_BT = find_packed_sequence_indices(positions_BT)
             dealt["position_ids"] = positions_BT[:, exchange.positions_T]
         if padding is not None:
-            padding_BT = exchange.gather(padding).bool()
+            padding_BT = exchange.gather((padding != 0).byte()).bool()
             dealt["attention_mask"] = padding_BT[:, exchange.positions_T]
         return cls(exchange, dealt, documents_BT, padding_BT)
 
@@ -115,14 +138,14 @@ class Dealing:
         return documents_of_sequence(self.documents_BT)
 
     def mask(self, mask: CausalMask | DenseMask) -> CausalMask:
-        """The sequence's mask, from one that was made for this rank's tokens: rules go by places in the sequence already."""
+        """Windows and documents go by places in the sequence already."""
         assert isinstance(mask, CausalMask)
         if mask.has_other_rule:
             raise SeamError("its attention mask has a rule beside windows and documents, and ranks share its sequences")
         return CausalMask(mask.rule, self.padding_BT, mask.window, mask.documents_BT, batch=mask.batch)
 
     def output(self, output: Any) -> Any:
-        """The decoder's output for this rank's slice."""
+        """In the order of the slice again."""
         if isinstance(output, tuple):
             return self.exchange.undeal(output[0]), *output[1:]
         output["last_hidden_state"] = self.exchange.undeal(output["last_hidden_state"])
@@ -135,6 +158,11 @@ def _refuse(decoder: Any, arguments: dict[str, Any]) -> None:
         raise ValueError(
             "output_hidden_states=True cannot be had where ranks share a sequence: inside the decoder, tokens are dealt out in "
             "another order. Pass output_hidden_states=False."
+        )
+    if arguments.get("past_key_values") is not None:
+        raise ValueError(
+            "past_key_values were passed to a model whose sequences are shared by several ranks, and a cache belongs to whole "
+            "sequences. Call model.eval() to generate."
         )
     mask = arguments.get("attention_mask")
     if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):

@@ -19,21 +19,20 @@ from streamgrad.attention.backends import Backend, backends_named
 from streamgrad.attention.masks import CausalMask, DenseMask
 from streamgrad.config import StreamConfig
 from streamgrad.core.chunk import Chunk, SeamError
-from streamgrad.core.exchange import ALONE, Exchange
 from streamgrad.core.layer import StreamedCall
 from streamgrad.core.policy import LayerPolicy, Plan
 from streamgrad.core.storage import HostStore
 from streamgrad.models.arguments import LayerArguments
 from streamgrad.models.attention import streamed_attention_in
-from streamgrad.models.dealing import Dealing, SequenceGroup, sequence_group
+from streamgrad.models.dealing import SequenceGroup, Slices, WholeSequences, sequence_group
 from streamgrad.models.forwards import named_arguments, own_forward, temporary_attribute
 from streamgrad.models.fusion import Fusion
 from streamgrad.models.masks import layer_mask, with_documents
 from streamgrad.models.planning import HeadCosts, Planner
 from streamgrad.models.support import decoder_layers, layer_refusals, modules_outside
 
-# By the id of the mask a layer was given. What is made of a mask holds it, so no other can come to stand at its address.
-_Masks = dict[int, CausalMask | DenseMask]
+# By the id of the mask a layer was given, which is held as well: no other can come to stand at its address.
+_Masks = dict[int, tuple[object, CausalMask | DenseMask]]
 
 
 @dataclass
@@ -59,14 +58,11 @@ def decoder_forward(decoder: Any, stock: Callable[..., Any], stream: DecoderStre
     if group is None and not _should_stream(decoder, stream, arguments):
         return stock(*args, **kwargs)
     _refuse_what_needs_whole_layers(decoder, arguments)
-    _drop_cache(arguments)
+    sequences = WholeSequences(arguments) if group is None else Slices.of(decoder, arguments, group, stream.planner)
+    _drop_cache(sequences.arguments)
     try:
-        if group is None:
-            with _streamed_layers(decoder, stream):
-                return stock(**arguments)
-        dealing = Dealing.of(decoder, arguments, group, stream.planner)
-        with _streamed_layers(decoder, stream, dealing), dealing.masks():
-            return dealing.output(stock(**dealing.arguments))
+        with _streamed_layers(decoder, stream, sequences), sequences.masks():
+            return sequences.output(stock(**sequences.arguments))
     except SeamError as error:
         raise ValueError(
             f"{type(decoder).__name__} cannot be streamed: {error}. Call streamgrad.disable(model) to train it without."
@@ -116,11 +112,11 @@ def _drop_cache(arguments: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _streamed_layers(decoder: Any, stream: DecoderStream, dealing: Dealing | None = None) -> Iterator[None]:
+def _streamed_layers(decoder: Any, stream: DecoderStream, sequences: WholeSequences) -> Iterator[None]:
     layers = decoder_layers(decoder)
     for reason in layer_refusals(layers):
         raise SeamError(reason)
-    call = _DecoderCall(decoder, layers, stream, dealing)
+    call = _DecoderCall(decoder, layers, stream, sequences)
     with ExitStack() as restore:
         restore.enter_context(streamed_attention_in(call.configs))
         restore.enter_context(call.fusion_of_the_rest().installed())
@@ -142,9 +138,8 @@ def _attention_configs(decoder: Any, layers: list[nn.Module]) -> list[Any]:
 class _DecoderCall:
     """What the layers of one call share: masks, most of which are the same, and the plan."""
 
-    def __init__(self, decoder: Any, layers: list[nn.Module], stream: DecoderStream, dealing: Dealing | None) -> None:
-        self.decoder, self.layers, self.stream, self.dealing = decoder, layers, stream, dealing
-        self.exchange: Exchange = ALONE if dealing is None else dealing.exchange
+    def __init__(self, decoder: Any, layers: list[nn.Module], stream: DecoderStream, sequences: WholeSequences) -> None:
+        self.decoder, self.layers, self.stream, self.sequences = decoder, layers, stream, sequences
         self.configs = _attention_configs(decoder, layers)
         self.masks: _Masks = {}
         self.plan: Plan | None = None
@@ -175,7 +170,7 @@ class _DecoderCall:
                 chunk_size=plan.chunk_size,
                 policy=plan.policies[index],
                 host_store=self.stream.host_store,
-                exchange=self.exchange,
+                exchange=self.sequences.exchange,
             )
             out_BTE = call(h_BTE)
             return (out_BTE,) if arguments.returns_tuple else out_BTE
@@ -186,16 +181,23 @@ class _DecoderCall:
         given = arguments.attention_mask
         if id(given) not in self.masks:
             chunk_size = self.stream.planner.chunk_size(*h_BTE.shape[:2])
-            mask = _mask_of(arguments, h_BTE.shape[1], chunk_size)
-            self.masks[id(given)] = mask if self.dealing is None else self.dealing.mask(mask)
-        return self.masks[id(given)]
+            self.masks[id(given)] = given, self.sequences.mask(_mask_of(arguments, h_BTE.shape[1], chunk_size))
+        return self.masks[id(given)][1]
 
     def _plan(self, h_BTE: Tensor, run: Callable[..., Tensor], mask: object) -> Plan:
         if self.plan is None:
             planner, stream = self.stream.planner, self.stream
             if torch.is_grad_enabled():
                 self.plan = planner.plan(
-                    self.decoder, self.layers, h_BTE, run, mask, stream.backends, stream.head, stream.host_store, self.exchange
+                    self.decoder,
+                    self.layers,
+                    h_BTE,
+                    run,
+                    mask,
+                    stream.backends,
+                    stream.head,
+                    stream.host_store,
+                    self.sequences.exchange,
                 )
             else:
                 self.plan = Plan((LayerPolicy("input"),) * len(self.layers), planner.chunk_size(*h_BTE.shape[:2]), 0.0, 0.0)
