@@ -12,8 +12,8 @@ import streamgrad
 from gradients import Step, assert_same_step, no_float32, run_step
 from lora import with_lora
 from streamgrad.bench import objective, peers
+from streamgrad.core.live import LiveBytes
 from streamgrad.objectives import dpo_loss, grpo_loss
-from streamgrad.profile.live import LiveBytes
 from tiny import tiny_model, tokens
 
 

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import streamgrad
 from streamgrad.attention.backends.eager import EagerBackend
 from streamgrad.attention.backends.sdpa import SdpaBackend
-from streamgrad.profile.live import LiveBytes
+from streamgrad.core.live import LiveBytes
 from tiny import tiny_model, tokens
 
 SHAPE = {

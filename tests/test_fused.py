@@ -50,6 +50,48 @@ def test_gated_activation(activation):
     assert torch.autograd.gradcheck(lambda joint: gated(*joint.chunk(2, dim=-1), activation), (joint,))
 
 
+@pytest.mark.parametrize("joint", [True, False])
+def test_gradients_written_over_what_was_consumed(joint):
+    """They are the same; a graph that is to run again keeps what it was given, and one that shares it with another is refused."""
+    torch.manual_seed(0)
+    source = leaf(5, 14)
+
+    def halves() -> tuple[torch.Tensor, torch.Tensor]:
+        gate, up = (source * 1.0).chunk(2, dim=-1)
+        return (gate, up) if joint else (gate.clone(), up.clone())
+
+    expected = torch.autograd.grad(gated(*halves(), "silu").sum(), source)[0]
+    gate, up = halves()
+    before = gate.detach().clone(), up.detach().clone()
+    out = gated(gate, up, "silu", consumed=True).sum()
+    for _ in range(2):
+        assert torch.equal(torch.autograd.grad(out, source, retain_graph=True)[0], expected)
+        assert torch.equal(gate, before[0]) and torch.equal(up, before[1])
+    assert torch.equal(torch.autograd.grad(out, source)[0], expected)
+    assert not torch.equal(gate, before[0]) and not torch.equal(up, before[1])
+
+    gate, up = halves()
+    other = gate.square().sum()  # saves the gate, and is run backward after the other
+    out = gated(gate, up, "silu", consumed=True).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation|has been modified inplace"):
+        (other + out).backward()
+
+
+@pytest.mark.parametrize("keep", ["input", "all"])
+def test_what_a_hook_has_seen_is_not_written_over(keep):
+    """A program may keep activations and look at them after backward."""
+    model = tiny_model("llama")
+    ids = torch.arange(24).reshape(1, 24)
+    mlp = model.model.layers[0].mlp
+    seen: list[torch.Tensor] = []
+    mlp.gate_proj.register_forward_hook(lambda module, args, output: seen.append(output))
+    copies: list[torch.Tensor] = []
+    mlp.gate_proj.register_forward_hook(lambda module, args, output: copies.append(output.detach().clone()))
+    streamgrad.enable(model, chunk_size=8, keep=keep, compile="on")
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert seen and all(torch.equal(output, copy) for output, copy in zip(seen, copies, strict=True))
+
+
 @pytest.mark.parametrize("angle_rows", [1, 2])
 def test_rotary(angle_rows):
     """With angles that differ in both halves, so that a swapped half shows."""

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import streamgrad
 from gradients import relative_error
 from streamgrad.core import triton_kernels
+from streamgrad.core.live import LiveBytes
 from streamgrad.head.cross_entropy import summed_cross_entropy
 from streamgrad.head.logits import LogitMap
 from streamgrad.head.rows import TargetRows, choose_head_chunk
-from streamgrad.profile.live import LiveBytes
 
 # Odd sizes: tokens, width, vocabulary.
 N, E, V = 31, 19, 47

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradients import Step, assert_same_step, no_float32, total_gradient_error, worst_gradient_error
-from streamgrad.profile.live import LiveBytes, peak_bytes_of
+from streamgrad.core.live import LiveBytes, peak_bytes_of
 
 GOOD = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([1.0]), "frozen": None}
 

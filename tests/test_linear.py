@@ -17,7 +17,7 @@ from streamgrad.bench import linear
 from streamgrad.bench.linear import standard_linear_gradients, streamed_linear_gradients
 from streamgrad.cli import main
 from streamgrad.cli.app import app
-from streamgrad.profile.live import LiveBytes
+from streamgrad.core.live import LiveBytes
 
 ROOT = Path(__file__).parents[1]
 

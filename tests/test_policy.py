@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 import streamgrad
 from gradients import assert_same_step, run_step
 from streamgrad.config import parse_bytes
+from streamgrad.core.live import LiveBytes
+from streamgrad.core.moments import LayerCosts, LayerPolicy, Shape
 from streamgrad.core.policy import (
     LARGE_CHUNKS,
     SMALL_CHUNKS,
-    LayerCosts,
-    LayerPolicy,
     Plan,
     Step,
     choose_plan,
@@ -26,15 +26,20 @@ from streamgrad.core.policy import (
     regular_chunk,
 )
 from streamgrad.models.forwards import InstalledForward
-from streamgrad.profile.live import LiveBytes
 from tiny import tiny_model, tokens
 
 GB = 1e9
-COSTS = LayerCosts(input=5e3, keys_and_values=4e3, attention=8e3, graph=1.1e5, gradients=2e8, gradient_sums=4e8)
+COSTS = LayerCosts(
+    input=5e3, keys_and_values=4e3, key_sums=8e3, attention=8e3, graph=1.1e5, widest=1.4e5, at_attention=6e4,
+    gradients=2e8, gradient_sums=4e8, largest_gradient=5e7,
+)  # fmt: skip
 
 
 def step_of(sequence: int, *, batch: int = 1) -> Step:
-    return Step(COSTS, 36, batch, sequence, resident_bytes=8 * GB, other_gradient_bytes=0.8 * GB, head_bytes=3 * GB)
+    return Step(
+        COSTS, 36, Shape(batch, sequence), resident_bytes=8 * GB, layer_gradient_bytes=0.2 * GB, head_bytes=3 * GB,
+        head_gradient_bytes=0.8 * GB, embedding_bytes=0.8 * GB,
+    )  # fmt: skip
 
 
 def plan_of(sequence: int, budget: float, *, keep="auto", offload="auto", host: float = 100 * GB, chunk_size=None):

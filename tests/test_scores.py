@@ -7,9 +7,9 @@ import torch
 from torch.nn import functional as F
 
 from gradients import relative_error
+from streamgrad.core.live import LiveBytes
 from streamgrad.head.logits import LogitMap
 from streamgrad.head.scores import FIELDS, token_scores
-from streamgrad.profile.live import LiveBytes
 from test_head import MAPS, N, gradients_of, operands, reference_logits
 
 

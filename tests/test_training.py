@@ -12,7 +12,7 @@ import batches
 import streamgrad
 from gradients import assert_same_step, no_float32, relative_error, run_step, total_gradient_error, worst_gradient_error
 from lora import with_lora
-from streamgrad.profile.live import LiveBytes
+from streamgrad.core.live import LiveBytes
 from tiny import tiny_model, tokens
 
 OPTIONS = {"chunk_size": 7, "head_chunk_size": 5}

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer, GRPOConfig, SFTConfig
 
 from streamgrad import StreamConfig
-from streamgrad.profile.live import LiveBytes
+from streamgrad.core.live import LiveBytes
 from streamgrad.trl import StreamDPOTrainer, StreamGRPOTrainer, StreamSFTTrainer
 from tiny import tiny_model
 from trainers import lora, reward, sentences, settings, tokenizer, trl_on_full_logits

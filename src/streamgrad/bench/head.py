@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import streamgrad
 from streamgrad.bench.records import RESULTS as RESULTS_FOLDER
 from streamgrad.bench.records import device_name, median_ms, versions
-from streamgrad.profile.live import peak_bytes_of
+from streamgrad.core.live import peak_bytes_of
 
 RESULTS = RESULTS_FOLDER / "head.jsonl"
 GEMMS = "bare GEMMs"

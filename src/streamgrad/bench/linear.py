@@ -19,8 +19,8 @@ from torch import Tensor
 
 from streamgrad.bench.records import RESULTS as RESULTS_FOLDER
 from streamgrad.bench.records import device_name, median_ms, versions
+from streamgrad.core.live import peak_bytes_of
 from streamgrad.core.sums import accumulator_dtype, add_product_, zeros_for_sum
-from streamgrad.profile.live import peak_bytes_of
 
 PARTITIONS = (1, 20, 50, 100, 200, 500)
 RESULTS = RESULTS_FOLDER / "linear.jsonl"

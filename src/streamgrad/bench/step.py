@@ -24,9 +24,9 @@ from streamgrad.bench.peers import HEAD_PIECES, MLP_PIECE_TOKENS, apply_liger, m
 from streamgrad.bench.records import EVERYTHING, Session, device_name, median_ms, rows_in, versions
 from streamgrad.config import StreamConfig
 from streamgrad.core.chunk import KEYS_AT_ONCE
+from streamgrad.core.live import peak_bytes_of
 from streamgrad.models.forwards import InstalledForward
 from streamgrad.models.presets import preset_config, preset_model
-from streamgrad.profile.live import peak_bytes_of
 
 METHODS = ("hf", "mst", "liger", "liger-offload", "streamgrad", "streamgrad-liger")
 # Liger patches transformers for the whole process: its kernels come after everything else, its fused loss last.

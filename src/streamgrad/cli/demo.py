@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import streamgrad
 from streamgrad.cli import CheckFailed
-from streamgrad.profile.live import peak_bytes_of
+from streamgrad.core.live import peak_bytes_of
 
 # Rounding alone gives errors of about 1e-6 in fp32; a wrong gradient is off by far more than this.
 LARGEST_ERROR = 1e-5

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from streamgrad.config import KEEP_POLICIES, OFFLOAD_PLACES
+from streamgrad.core.moments import COMPONENTS
 from streamgrad.distributed.memory import ENGINES
 from streamgrad.plan import estimate as estimates
-from streamgrad.plan.moments import COMPONENTS
 from streamgrad.plan.picture import draw
 from streamgrad.plan.seconds import Rates
 

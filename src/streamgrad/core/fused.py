@@ -114,17 +114,20 @@ def gated_forward(gate_NE: Tensor, up_NE: Tensor, activation: str) -> Tensor:
     return (value_NE * up_NE.to(wide)).to(gate_NE.dtype)
 
 
-def gated_backward(dout_NE: Tensor, gate_NE: Tensor, up_NE: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+def gated_backward(dout_NE: Tensor, gate_NE: Tensor, up_NE: Tensor, activation: str, *, in_place: bool) -> tuple[Tensor, Tensor]:
+    """Gradients of both; with `in_place`, written over them."""
     wide = accumulator_dtype(gate_NE.dtype)
     value_NE, slope_NE = _activation(gate_NE.to(wide), activation)
     dgate_NE, dup_NE = dout_NE.to(wide) * up_NE.to(wide) * slope_NE, dout_NE.to(wide) * value_NE
+    if in_place:
+        return gate_NE.copy_(dgate_NE), up_NE.copy_(dup_NE)
     return dgate_NE.to(gate_NE.dtype), dup_NE.to(up_NE.dtype)
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-        ctx.activation = activation
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str, consumed: bool) -> Tensor:
+        ctx.activation, ctx.consumed = activation, consumed
         ctx.save_for_backward(gate, up)
         return _code_for(gate).gated_forward(_rows(gate), _rows(up), activation).view(gate.shape)
 
@@ -132,13 +135,23 @@ class _Gated(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        dgate_NE, dup_NE = _code_for(gate).gated_backward(_rows(dout), _rows(gate), _rows(up), ctx.activation)
-        return dgate_NE.view(gate.shape), dup_NE.view(up.shape), None
+        in_place = ctx.consumed and not torch._C._autograd._get_current_graph_task_keep_graph()
+        dgate_NE, dup_NE = _code_for(gate).gated_backward(
+            _rows(dout), _rows(gate.detach()), _rows(up.detach()), ctx.activation, in_place=in_place
+        )
+        if in_place:
+            # Whoever else has saved them for backward is told.
+            torch.autograd.graph.increment_version((gate, up))
+        return dgate_NE.view(gate.shape), dup_NE.view(up.shape), None, None
 
 
-def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """`activation(gate) * up`."""
-    return _Gated.apply(gate, up, activation)
+def gated(gate: Tensor, up: Tensor, activation: str, *, consumed: bool = False) -> Tensor:
+    """`activation(gate) * up`.
+
+    `consumed` says that nobody else will look at `gate` and `up`: a backward pass that is their graph's last may then write their
+    gradients over them, which are the widest tensors of a layer.
+    """
+    return _Gated.apply(gate, up, activation, consumed)
 
 
 # --- Rotary embedding -----------------------------------------------------------------------------------------------------

@@ -53,13 +53,14 @@ def gated_forward(gate_NE: Tensor, up_NE: Tensor, activation: str) -> Tensor:
     return out_NE
 
 
-def gated_backward(dout_NE: Tensor, gate_NE: Tensor, up_NE: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+def gated_backward(dout_NE: Tensor, gate_NE: Tensor, up_NE: Tensor, activation: str, *, in_place: bool) -> tuple[Tensor, Tensor]:
     rows, width = gate_NE.shape
-    dgate_NE, dup_NE = gate_NE.new_empty((2, rows, width))
+    dgate_NE, dup_NE = (gate_NE, up_NE) if in_place else gate_NE.new_empty((2, rows, width))
     block = min(TILE, triton.next_power_of_2(width))
     with torch.cuda.device_of(gate_NE):
         _gated_backward_kernel[(rows, triton.cdiv(width, block))](
-            dout_NE, gate_NE, up_NE, dgate_NE, dup_NE, dout_NE.stride(0), gate_NE.stride(0), up_NE.stride(0),
+            dout_NE, gate_NE, up_NE, dgate_NE, dup_NE,
+            dout_NE.stride(0), gate_NE.stride(0), up_NE.stride(0), dgate_NE.stride(0), dup_NE.stride(0),
             E=width, ACTIVATION=activation, BLOCK=block, num_warps=8,
         )  # fmt: skip
     return dgate_NE, dup_NE
@@ -150,7 +151,7 @@ def _gated_forward_kernel(gate, up, out, gate_stride, up_stride, E: tl.constexpr
 
 @triton.jit
 def _gated_backward_kernel(
-    dout, gate, up, dgate, dup, dout_stride, gate_stride, up_stride,
+    dout, gate, up, dgate, dup, dout_stride, gate_stride, up_stride, dgate_stride, dup_stride,
     E: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -160,8 +161,8 @@ def _gated_backward_kernel(
     gate_values = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     up_values = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
     value, slope = _activation(gate_values, ACTIVATION)
-    tl.store(dgate + row * E + column, upstream * up_values * slope, mask=inside)
-    tl.store(dup + row * E + column, upstream * value, mask=inside)
+    tl.store(dgate + row * dgate_stride + column, upstream * up_values * slope, mask=inside)
+    tl.store(dup + row * dup_stride + column, upstream * value, mask=inside)
 
 
 @triton.jit

@@ -28,7 +28,7 @@ from streamgrad.core.chunk import Chunk, KeyValueStream, SeamError, StopAtKeys, 
 from streamgrad.core.exchange import ALONE, Exchange
 from streamgrad.core.first_order import first_order_only
 from streamgrad.core.kept import Kept, KeptOnDevice, KeptOnHost, Reader
-from streamgrad.core.policy import LayerPolicy
+from streamgrad.core.moments import LayerPolicy
 from streamgrad.core.replay import Autocast, RandomTape
 from streamgrad.core.shadows import Shadows, trainable_parameters
 from streamgrad.core.storage import HostStore
@@ -111,13 +111,13 @@ class _StreamedLayer(torch.autograd.Function):
         expectation.check_parameters()
         chunks, reader = list(enumerate(spans(ctx.h_shape[1], call.chunk_size))), ctx.kept.reader(ctx)
         shadows = Shadows(ctx.parameters, summed=len(chunks) > 1)
-        dh_BTE = dout_BTE.new_empty(ctx.h_shape, dtype=ctx.h_dtype) if ctx.needs_input_grad[1] else None
+        dh_BTE: Tensor | None = None
         with shadows.installed_in(call.layer):
             with ctx.autocast.restored():
                 stream = _restore_stream(call, ctx.tape, reader, ctx.h_shape[1])
             for index, (start, stop) in reversed(chunks):
                 h_BLE, attended = reader.chunk(index)
-                h_BLE.requires_grad_(dh_BTE is not None)
+                h_BLE.requires_grad_(ctx.needs_input_grad[1])
                 chunk = call.chunk((start, stop), stream, write_keys=False, kept=attended)
                 with torch.enable_grad(), ctx.autocast.restored(), ctx.tape.replaying(index):
                     out_BLE = call.run(h_BLE, chunk)
@@ -127,13 +127,17 @@ class _StreamedLayer(torch.autograd.Function):
                     expectation.check_leaves(out_BLE, [h_BLE, *shadows.tensors])
                 if out_BLE.requires_grad:  # not where a layer's only trainable parameter is one it does not use
                     torch.autograd.backward(out_BLE, dout_BTE[:, start:stop])
-                if dh_BTE is not None:
+                if ctx.needs_input_grad[1]:
                     assert h_BLE.grad is not None
-                    dh_BTE[:, start:stop] = h_BLE.grad
+                    if len(chunks) == 1:
+                        dh_BTE = h_BLE.grad
+                    else:
+                        dh_BTE = h_BLE.new_empty(ctx.h_shape) if dh_BTE is None else dh_BTE
+                        dh_BTE[:, start:stop] = h_BLE.grad
         expectation.check_outcome_later(in_16_bits=ctx.autocast.enabled or ctx.h_dtype.itemsize == 2)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.kept.release()  # a program may hold on to its last loss, and with it to this node
-        return None, dh_BTE, *shadows.gradients()
+        return None, dh_BTE, *shadows.take_gradients()
 
 
 def _forward(

@@ -8,26 +8,22 @@ and the last two either on the device or in host memory, whose copies hide behin
 layers, `input | attention on host | attention on device | everything`, in that order from the first layer to the last: what
 the last layers keep is freed first in backward, and what the first ones keep has the longest way back.
 
-`predicted_peak` is the arithmetic that choices are made by: all byte counts of one step in one place.
-
-Known limits: it knows tensors and the workspace of attention kernels, not the allocator's fragments; the margins are for those.
+`predicted_peak` is the arithmetic that choices are made by, over the moments of `core.moments`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
-from streamgrad.core.chunk import KEYS_AT_ONCE
+from streamgrad.core.moments import LayerCosts, LayerPolicy, Shape, layer_moments
 
-# Of the memory that is free, for fragments; of a budget that a user names, which is for tensors, for what is not foreseen.
-MARGIN, MARGIN_OF_BUDGET = 0.05, 0.01
-# What the largest moment of a chunk's re-run and backward holds, over what its graph saves: gradients of the same widths.
-WIDE_FACTOR = 1.45
-# Tokens of a batch in a chunk. Beyond 16,384 nothing gets faster; below 8,192 matrix products do not fill a large GPU, so smaller
+# Of the memory that is free, for fragments; and over what a layer and the head hold while they work, for what is not foreseen.
+MARGIN, UNFORESEEN = 0.05, 1.03
+# Tokens of a batch in a chunk. Beyond 16,384 nothing gets faster; below 6,144 matrix products do not fill a large GPU, so smaller
 # ones come after every other way to save memory.
-LARGE_CHUNKS, SMALL_CHUNKS = (16_384, 8192), (4096, 2048, 1024, 512, 256)
+LARGE_CHUNKS, SMALL_CHUNKS = (16_384, 12_288, 8192, 6144), (4096, 2048, 1024, 512, 256)
 
 
 def readable(count: float) -> str:
@@ -36,46 +32,17 @@ def readable(count: float) -> str:
 
 
 @dataclass(frozen=True)
-class LayerPolicy:
-    keep: str  # "input", "attention" or "all"
-    on_host: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.keep} on host" if self.on_host else self.keep
-
-
-@dataclass(frozen=True)
-class LayerCosts:
-    """Bytes a token of one layer's tensors, and of its parameters as a whole."""
-
-    input: float
-    keys_and_values: float
-    attention: float  # output and log-sum-exp
-    graph: float  # all that an ordinary graph saves, the input included
-    gradients: float  # of its trainable parameters
-    gradient_sums: float  # of the same, in the precision of sums
-
-    def kept(self, policy: LayerPolicy) -> float:
-        """Bytes a token that wait for backward."""
-        extra = {"input": 0.0, "attention": self.keys_and_values + self.attention, "all": self.graph - self.input}
-        return self.input + extra[policy.keep]
-
-
-@dataclass(frozen=True)
 class Step:
-    """One step as far as memory is concerned. `tokens` counts the whole batch, `sequence` one row of it."""
+    """One step as far as memory is concerned."""
 
     costs: LayerCosts
     layers: int
-    batch: int
-    sequence: int
+    shape: Shape
     resident_bytes: float  # on the device already: weights, optimizer state, gradients so far
-    other_gradient_bytes: float  # still to come, of parameters outside of the layers
+    layer_gradient_bytes: float  # that a finished layer leaves
     head_bytes: float  # held while the head works, its hidden states and their gradient included
-
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.sequence
+    head_gradient_bytes: float  # that it leaves
+    embedding_bytes: float  # where backward reaches the embeddings, beside the gradients of all layers and the head
 
 
 @dataclass(frozen=True)
@@ -96,39 +63,33 @@ class Plan:
 
 
 def predicted_peak(step: Step, policies: Sequence[LayerPolicy], chunk_size: int) -> float:
-    """Device bytes at the worst moment: when the head works, or in the backward pass of one of the layers."""
-    costs, tokens = step.costs, step.tokens
-    on_device = [0.0 if policy.on_host else tokens * costs.kept(policy) for policy in policies]
-    below = list(accumulate(on_device))
-    peak = below[-1] + step.head_bytes
+    """Device bytes at the worst moment: when the head works, in the backward pass of one of the layers, or at its end."""
+    kept = {policy: _kept_bytes(step, policy) for policy in set(policies)}
+    held, peak = 0.0, step.head_gradient_bytes + _finished(step, 0) + step.embedding_bytes
     for index, policy in enumerate(policies):
-        gradients = step.other_gradient_bytes + (step.layers - index) * costs.gradients
-        peak = max(peak, below[index] + gradients + _backward_bytes(step, policy, chunk_size))
+        held += 0.0 if policy.on_host else kept[policy]
+        left = step.head_gradient_bytes + _finished(step, index + 1)
+        peak = max(peak, held + left + UNFORESEEN * _worst_in_layer(step.costs, step.shape, policy, chunk_size))
+    peak = max(peak, held + UNFORESEEN * step.head_bytes)
     return step.resident_bytes + peak
 
 
-def _backward_bytes(step: Step, policy: LayerPolicy, chunk_size: int) -> float:
-    """What one layer's backward pass holds beside what is kept and returned."""
-    costs, tokens = step.costs, step.tokens
-    through = 2 * tokens * costs.input  # the gradient coming in and the one going out
-    if policy.keep == "all":
-        return through + tokens * (WIDE_FACTOR - 1.0) * costs.graph
-    chunk = step.batch * min(chunk_size, step.sequence)
-    # Keys and values unless kept on the device, and the sums of their gradients in twice the precision.
-    held = policy.keep == "attention" and not policy.on_host
-    keys = ((0 if held else 1) + (0 if chunk == tokens else 2)) * tokens * costs.keys_and_values
-    # A kernel's terms of these sums, and its workspace: the same for every query head, before heads of one group are added.
-    at_once = min(tokens, step.batch * (KEYS_AT_ONCE + chunk_size))
-    keys += at_once * (costs.keys_and_values + 2 * costs.attention)
-    arriving = 0.0
-    if policy.on_host:
-        arriving = 2 * chunk * costs.kept(policy) + (tokens * costs.keys_and_values if policy.keep == "attention" else 0.0)
-    sums = 0.0 if chunk == tokens else costs.gradient_sums
-    return through + keys + arriving + chunk * WIDE_FACTOR * costs.graph + sums
+def _finished(step: Step, first: int) -> float:
+    """Gradients of the layers from `first` on."""
+    return (step.layers - first) * step.layer_gradient_bytes
+
+
+@functools.lru_cache(maxsize=1024)
+def _worst_in_layer(costs: LayerCosts, shape: Shape, policy: LayerPolicy, chunk_size: int) -> float:
+    return max(sum(parts.values()) for parts in layer_moments(costs, shape, policy, chunk_size).values())
+
+
+def _kept_bytes(step: Step, policy: LayerPolicy) -> float:
+    return step.shape.tokens * sum(step.costs.kept(policy).values())
 
 
 def host_bytes(step: Step, policies: Sequence[LayerPolicy]) -> float:
-    return sum(step.tokens * step.costs.kept(policy) for policy in policies if policy.on_host)
+    return sum(_kept_bytes(step, policy) for policy in policies if policy.on_host)
 
 
 def regular_chunk(batch: int, sequence: int, tokens: int) -> int:
@@ -148,7 +109,7 @@ def choose_plan(
     `keep` and `offload` are `StreamConfig`'s; `chunk_size` is None for auto.
     """
     groups = [LARGE_CHUNKS, *((tokens,) for tokens in SMALL_CHUNKS)]
-    sizes = [[regular_chunk(step.batch, step.sequence, tokens) for tokens in group] for group in groups]
+    sizes = [[regular_chunk(step.shape.rows, step.shape.sequence, tokens) for tokens in group] for group in groups]
     smallest: Plan | None = None
     for group in sizes if chunk_size is None else [[chunk_size]]:
         for policies in _candidates(step, keep, offload, host_budget_bytes):
@@ -198,7 +159,6 @@ def _on_host(step: Step, layers: int, keep: str, host_budget_bytes: float) -> li
     attention, inputs = LayerPolicy("attention", on_host=True), LayerPolicy("input", on_host=True)
     if keep == "attention":
         return [attention] * layers
-    spare = host_budget_bytes - layers * step.tokens * step.costs.kept(inputs)
-    extra = step.tokens * (step.costs.kept(attention) - step.costs.kept(inputs))
-    with_attention = min(layers, max(0, int(spare // extra)))
+    spare = host_budget_bytes - layers * _kept_bytes(step, inputs)
+    with_attention = min(layers, max(0, int(spare // (_kept_bytes(step, attention) - _kept_bytes(step, inputs)))))
     return [inputs] * (layers - with_attention) + [attention] * with_attention

@@ -1,18 +1,22 @@
-"""What one layer costs, measured by running it on its first few tokens with an ordinary graph.
+"""What one layer costs, measured by running it forward and backward on its first few tokens.
 
-Nothing of the run remains: the graph is dropped, and the generators stand where they stood.
+Nothing of the runs remains: graphs are dropped, no parameter gets a gradient, and the generators stand where they stood.
+
+Shapes: B batch, L tokens, E model width, G key/value heads, S keys, D head size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from streamgrad.core.chunk import Chunk, KeyValueStream
-from streamgrad.core.exchange import Exchange
-from streamgrad.core.policy import LayerCosts
+from streamgrad.core.exchange import ALONE, Exchange
+from streamgrad.core.live import LiveBytes
+from streamgrad.core.moments import LayerCosts
 from streamgrad.core.replay import Autocast
 from streamgrad.core.shadows import trainable_parameters
 from streamgrad.core.sums import accumulator_dtype
@@ -21,58 +25,142 @@ PROBED_TOKENS = 256
 
 
 def measured_costs(
-    layer: nn.Module, run: Callable[[Tensor, Chunk], Tensor], mask: object, backends: list, h_BTE: Tensor, exchange: Exchange
+    layer: nn.Module,
+    run: Callable[[Tensor, Chunk], Tensor],
+    mask: object,
+    backends: list,
+    h_BTE: Tensor,
+    exchange: Exchange = ALONE,
 ) -> LayerCosts:
     """Of the layer whose chunks `run` computes (see `StreamedCall`), on the first tokens of `h_BTE`."""
     tokens = min(PROBED_TOKENS, h_BTE.shape[1])
-    chunk, out_BLE, saved_bytes = _run(layer, run, mask, backends, h_BTE[:, :tokens], exchange)
-    assert chunk.own_key is not None and chunk.own_value is not None
-    count = h_BTE.shape[0] * tokens
+    trial = _Trial(layer, run, mask, backends, exchange)
+    counted = trial(h_BTE[:, :tokens])
     if tokens > 1:
         # The difference of two lengths: what does not grow with tokens, as weights that autocast has cast, is no cost of a token.
-        half = tokens // 2
-        saved_bytes -= _run(layer, run, mask, backends, h_BTE[:, :half], exchange)[2]
-        saved_bytes *= tokens / (tokens - half)
-    input_bytes = max(h_BTE[:, :tokens].nbytes, out_BLE.nbytes) / count
-    attention = 0 if chunk.kept is None else chunk.kept.out_BHLD.nbytes + chunk.kept.lse_BHL.nbytes
+        counted = counted.less(trial(h_BTE[:, : tokens // 2]))
+        tokens -= tokens // 2
+    count = h_BTE.shape[0] * tokens
     trainable = trainable_parameters(layer)
     return LayerCosts(
-        input=input_bytes,
-        keys_and_values=(chunk.own_key.nbytes + chunk.own_value.nbytes) / count,
-        attention=attention / count,
-        graph=input_bytes + saved_bytes / count,
-        gradients=sum(parameter.nbytes for parameter in trainable if parameter.grad is None),
+        input=counted.input / count,
+        keys_and_values=counted.keys_and_values / count,
+        key_sums=counted.key_sums / count,
+        attention=counted.attention / count,
+        # An ordinary graph saves keys and values too, which chunks leave to the stream.
+        graph=(counted.input + counted.saved + counted.keys_and_values) / count,
+        widest=(counted.peak - counted.keys_and_values) / count,
+        # Without keys and values, and without their gradients.
+        at_attention=(counted.at_attention - 2 * counted.keys_and_values) / count,
+        gradients=sum(parameter.nbytes for parameter in trainable),
         gradient_sums=sum(parameter.numel() * accumulator_dtype(parameter.dtype).itemsize for parameter in trainable),
+        largest_gradient=max((parameter.nbytes for parameter in trainable), default=0),
     )
 
 
-def _run(
-    layer: nn.Module, run: Callable[[Tensor, Chunk], Tensor], mask: object, backends: list, h_BLE: Tensor, exchange: Exchange
-) -> tuple[Chunk, Tensor, float]:
-    """The chunk, its output, and the bytes that its graph saves beside its input and the layer's weights."""
-    h_BLE = h_BLE.detach().clone().requires_grad_()
-    stream = KeyValueStream(exchange.ranks * h_BLE.shape[1])
-    chunk = Chunk(0, h_BLE.shape[1], stream, mask, backends, keep_attention=True, exchange=exchange)
-    saved: dict[int, int] = {}
-    weights = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+@dataclass(frozen=True)
+class _Counted:
+    """Bytes in one trial."""
 
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            # A slice counts as its own size: rotary angles are slices of the whole sequence's.
-            size = min(storage.nbytes(), tensor.nbytes)
-            saved[storage.data_ptr()] = max(size, saved.get(storage.data_ptr(), 0))
-        return tensor
+    input: int
+    keys_and_values: int
+    key_sums: int
+    attention: int
+    saved: int  # by the graph, beside its input and the layer's weights
+    peak: int  # of what was made on the way
+    at_attention: int  # alive when attention's backward had run
 
-    devices = [h_BLE.device] if h_BLE.device.type == "cuda" else []
-    autocast = Autocast(h_BLE.device.type)
-    with (
-        torch.random.fork_rng(devices=devices),
-        torch.enable_grad(),
-        torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
-    ):
-        out_BLE = run(h_BLE, chunk)
-    autocast.forget_casts()
-    chunk.check_finished()
-    saved.pop(h_BLE.untyped_storage().data_ptr(), None)
-    return chunk, out_BLE, sum(saved.values())
+    def less(self, other: _Counted) -> _Counted:
+        return _Counted(**{name: max(0, count - getattr(other, name)) for name, count in vars(self).items()})
+
+
+class _WatchedStream(KeyValueStream):
+    """One that is longer than the chunk, as in a sequence of chunks; it notes what is alive when gradients are deposited."""
+
+    def __init__(self, length: int, live: LiveBytes) -> None:
+        super().__init__(length)
+        self._live = live
+        self.bytes_at_deposit = 0
+
+    def deposit(self, first: int, last: int, dkey_BGSD: Tensor, dvalue_BGSD: Tensor) -> None:
+        self.bytes_at_deposit = max(self.bytes_at_deposit, self._live.live_bytes)
+        self._gradients = dkey_BGSD, dvalue_BGSD
+
+    def collect(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        assert self._gradients is not None
+        gradients, self._gradients = self._gradients, None
+        return gradients
+
+
+@dataclass
+class _Trial:
+    layer: nn.Module
+    run: Callable[[Tensor, Chunk], Tensor]
+    mask: object
+    backends: list
+    exchange: Exchange
+
+    def __call__(self, h_BLE: Tensor) -> _Counted:
+        """Two runs: a hook on what is saved lets it live longer than it would."""
+        h_BLE = h_BLE.detach().clone().requires_grad_()
+        autocast = Autocast(h_BLE.device.type)
+        with torch.random.fork_rng(devices=[h_BLE.device] if h_BLE.device.type == "cuda" else []), torch.enable_grad():
+            counts = self._sizes(h_BLE)
+            autocast.forget_casts()
+            peak, at_attention = self._alive(h_BLE)
+            autocast.forget_casts()
+        return _Counted(**counts, peak=peak, at_attention=at_attention)
+
+    def _sizes(self, h_BLE: Tensor) -> dict[str, int]:
+        chunk, saved = self._chunk(h_BLE, LiveBytes()), _SavedBytes(self.layer, h_BLE)
+        with saved:
+            out_BLE = self.run(h_BLE, chunk)
+        chunk.check_finished()
+        assert chunk.own_key is not None and chunk.own_value is not None
+        keys, kept = (chunk.own_key, chunk.own_value), chunk.kept
+        return {
+            "input": max(h_BLE.nbytes, out_BLE.nbytes),
+            "keys_and_values": sum(key.nbytes for key in keys),
+            "key_sums": sum(key.numel() * accumulator_dtype(key.dtype).itemsize for key in keys),
+            "attention": 0 if kept is None else kept.out_BHLD.nbytes + kept.lse_BHL.nbytes,
+            "saved": saved.total_bytes,
+        }
+
+    def _alive(self, h_BLE: Tensor) -> tuple[int, int]:
+        """The most that there was, and what there was when attention's backward had run."""
+        dout_BLE = torch.zeros_like(h_BLE)
+        with LiveBytes() as live, torch.autograd.set_multithreading_enabled(False):
+            chunk = self._chunk(h_BLE, live)
+            out_BLE = self.run(h_BLE, chunk)
+            chunk.release()
+            # For the input alone: gradients of parameters would be seen by hooks, and are counted on their own.
+            torch.autograd.grad(out_BLE, h_BLE, dout_BLE.to(out_BLE.dtype))
+        assert isinstance(chunk.stream, _WatchedStream)
+        return live.peak_bytes, chunk.stream.bytes_at_deposit
+
+    def _chunk(self, h_BLE: Tensor, live: LiveBytes) -> Chunk:
+        length = h_BLE.shape[1]
+        stream = _WatchedStream(self.exchange.ranks * (length + 1), live)
+        return Chunk(0, length, stream, self.mask, self.backends, keep_attention=True, exchange=self.exchange)
+
+
+class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Bytes that a graph saves beside the layer's input and its weights, each storage once; a slice counts as its own size."""
+
+    def __init__(self, layer: nn.Module, h_BLE: Tensor) -> None:
+        others = {tensor.untyped_storage()._cdata for tensor in (h_BLE, *layer.parameters())}
+        sizes: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in others:
+                # A slice counts as its own size: rotary angles are slices of the whole sequence's.
+                sizes[storage._cdata] = max(sizes.get(storage._cdata, 0), min(storage.nbytes(), tensor.nbytes))
+            return tensor
+
+        super().__init__(note, lambda tensor: tensor)
+        self._sizes = sizes
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self._sizes.values())

@@ -59,10 +59,11 @@ class Shadow(Tensor):
             self.autocast_copy = as_autocast(self.detach())
         return self.autocast_copy
 
-    def summed_gradient(self) -> Tensor | None:
-        """None where no chunk reached the parameter."""
+    def take_gradient(self) -> Tensor | None:
+        """The sum, which the shadow (that a chunk's graph may still hold) lets go; None where no chunk reached the parameter."""
         with torch._C.DisableTorchFunctionSubclass():
             terms = [term for term in (self.linear_total, self.grad) if term is not None]
+            self.linear_total = self.grad = None
             return sum(terms[1:], terms[0]) if terms else None
 
 
@@ -98,19 +99,21 @@ class Shadows:
             for entries, name, parameter in swapped:
                 entries[name] = parameter
 
-    def sums(self) -> list[Tensor | None]:
+    def take_sums(self) -> list[Tensor | None]:
         """The summed gradients in the precision of the sum.
 
         None and not zeros for an unused parameter, so that optimizers and engines treat it as they would without streaming.
         """
-        return [shadow.summed_gradient() if isinstance(shadow, Shadow) else shadow.grad for shadow in self.tensors]
+        return [shadow.take_gradient() if isinstance(shadow, Shadow) else shadow.grad for shadow in self.tensors]
 
-    def gradients(self) -> list[Tensor | None]:
-        """The summed gradients in the parameters' own dtype."""
-        return [
-            None if total is None else total.to(parameter.dtype)
-            for parameter, total in zip(self.parameters, self.sums(), strict=True)
-        ]
+    def take_gradients(self) -> list[Tensor | None]:
+        """The summed gradients in the parameters' own dtype. No sum outlives its conversion."""
+        sums = self.take_sums()[::-1]
+        return [_converted(sums.pop(), parameter.dtype) for parameter in self.parameters]
+
+
+def _converted(total: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if total is None else total.to(dtype)
 
 
 def _leaf(parameter: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ class _ModuleCrossEntropy(torch.autograd.Function):
             total = _total(run, hidden_NE, rows, logit_map, dhidden_NE, differentiate=True)
         # fp32 sums are kept unscaled; casting them before they are scaled would round twice.
         ctx.parameter_dtypes = [parameter.dtype for parameter in parameters]
-        ctx.save_for_backward(dhidden_NE, *shadows.sums())
+        ctx.save_for_backward(dhidden_NE, *shadows.take_sums())
         return total
 
     @staticmethod

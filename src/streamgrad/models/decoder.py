@@ -20,7 +20,8 @@ from streamgrad.attention.masks import CausalMask, DenseMask
 from streamgrad.config import StreamConfig
 from streamgrad.core.chunk import Chunk, SeamError
 from streamgrad.core.layer import StreamedCall
-from streamgrad.core.policy import LayerPolicy, Plan
+from streamgrad.core.moments import LayerPolicy
+from streamgrad.core.policy import Plan
 from streamgrad.core.storage import HostStore
 from streamgrad.models.arguments import LayerArguments
 from streamgrad.models.attention import streamed_attention_in

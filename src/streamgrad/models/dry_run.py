@@ -2,8 +2,7 @@
 
 The model is built on the meta device, and one layer of it is run forward and backward on fake tensors, which have shapes and no
 storage. Attention and the fused kernels are stood in for by functions that make tensors of the right shapes, as the kernels on a
-GPU do; everything else, adapters included, is the code that will run. Every tensor whose number of elements is a multiple of the
-number of tokens belongs to the chunk; that number is a prime which divides no width, so that weights and their gradients do not.
+GPU do; everything else, adapters included, is the code that will run. What it costs is counted as for a real step (`core.probe`).
 
 Shapes: B batch, H query heads, G key/value heads, L tokens, S keys, D head size, E model width, N rows.
 """
@@ -13,7 +12,6 @@ from __future__ import annotations
 import copy
 import importlib
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,24 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, masking_utils
 
 from streamgrad.config import StreamConfig
 from streamgrad.core import fused
 from streamgrad.core.chunk import Attended, Chunk, KeyValueStream
-from streamgrad.core.policy import LayerCosts
-from streamgrad.core.shadows import trainable_parameters
+from streamgrad.core.moments import LayerCosts
+from streamgrad.core.probe import measured_costs
 from streamgrad.core.sums import accumulator_dtype
 from streamgrad.models.decoder import DecoderStream, decoder_forward
 from streamgrad.models.forwards import InstalledForward
 from streamgrad.models.presets import with_layers
 from streamgrad.models.support import decoder_layers, find_decoder, sliding_window
 
-# A prime that divides no width of any model.
-TOKENS = 521
+TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -47,16 +42,10 @@ class LayerProfile:
     """Of one layer: bytes and FLOPs a token. Attention's own FLOPs, which depend on the length, are not among them."""
 
     costs: LayerCosts
-    # At the largest moment of a chunk's re-run and backward, and when attention's backward has made the queries' gradient: bytes
-    # beside the chunk's input, its output's gradient, and keys and values.
-    widest: float
-    at_attention: float
     forward_flops: float
     backward_flops: float
     projection_flops: float  # of the part of forward that makes queries, keys and values
-    query_bytes: float
     query_heads: int
-    key_heads: int
     head_size: int
 
 
@@ -167,56 +156,26 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.profile: LayerProfile | None = None
-        self.live = _LiveBytes()
-        self.attention = _ShapesOfAttention(self.live)
+        self.attention = _ShapesOfAttention()
 
     def chunk_size(self, batch: int, sequence: int) -> int:
         return sequence
 
     def plan(self, decoder: Any, layers: list[nn.Module], h_BLE: Tensor, run: Callable[..., Tensor], mask: object, backends: list,
              *others: Any) -> None:  # fmt: skip
-        layer = layers[0]
-        h_BLE = torch.empty_like(h_BLE).requires_grad_()
-        dout_BLE = torch.empty_like(h_BLE)
-        saved = _SavedBytes(h_BLE)
-        # Two runs: what hooks and counters of FLOPs have seen lives longer than it would.
+        h_BLE, attention = torch.empty_like(h_BLE).requires_grad_(), self.attention
         with torch.enable_grad(), _flop_counter() as forward:
-            self.attention.flops = forward
-            with saved:
-                out_BLE = run(h_BLE, Chunk(0, TOKENS, KeyValueStream(TOKENS), mask, backends))
+            attention.flops = forward
+            out_BLE = run(h_BLE, Chunk(0, TOKENS, KeyValueStream(TOKENS), mask, backends))
         with _flop_counter() as backward:
-            torch.autograd.backward(out_BLE, dout_BLE)
-        self.attention.flops = None
-        chunk = Chunk(0, TOKENS, KeyValueStream(TOKENS), mask, backends)
-        with self.live, torch.enable_grad():
-            out_BLE = run(h_BLE, chunk)
-            chunk.check_finished()
-            assert chunk.own_key is not None and chunk.own_value is not None
-            keys_and_values = chunk.own_key.nbytes + chunk.own_value.nbytes
-            chunk.release()
-            torch.autograd.backward(out_BLE, dout_BLE)
-        attention = self.attention
-        parameters = trainable_parameters(layer)
-        width = max(h_BLE.nbytes, out_BLE.nbytes)
-        costs = LayerCosts(
-            input=width / TOKENS,
-            keys_and_values=keys_and_values / TOKENS,
-            attention=attention.out_bytes / TOKENS,
-            graph=(width + saved.total_bytes) / TOKENS,
-            gradients=sum(parameter.nbytes for parameter in parameters),
-            gradient_sums=sum(p.numel() * accumulator_dtype(p.dtype).itemsize for p in parameters),
-        )
+            torch.autograd.backward(out_BLE, torch.empty_like(h_BLE))
+        attention.flops = None
         self.profile = LayerProfile(
-            costs=costs,
-            # The graph of a whole sequence holds its keys and values, that of a chunk leaves them to the stream.
-            widest=(self.live.peak_bytes - keys_and_values) / TOKENS,
-            at_attention=(attention.bytes_at_backward - keys_and_values) / TOKENS,
+            costs=measured_costs(layers[0], run, mask, backends, h_BLE),
             forward_flops=forward.get_total_flops() / TOKENS,
             backward_flops=backward.get_total_flops() / TOKENS,
             projection_flops=attention.flops_before / TOKENS,
-            query_bytes=attention.query_bytes / TOKENS,
             query_heads=attention.query_heads,
-            key_heads=attention.key_heads,
             head_size=attention.head_size,
         )
         raise _Finished
@@ -233,11 +192,9 @@ class _ShapesOfAttention:
 
     name = "shapes"
 
-    def __init__(self, live: _LiveBytes) -> None:
-        self.live = live
+    def __init__(self) -> None:
         self.flops: FlopCounterMode | None = None
-        self.flops_before = self.out_bytes = self.query_bytes = self.bytes_at_backward = 0
-        self.query_heads = self.key_heads = self.head_size = 0
+        self.flops_before = self.query_heads = self.head_size = 0
 
     def refusal(self, *operands: Any) -> None:
         return None
@@ -245,76 +202,17 @@ class _ShapesOfAttention:
     def forward(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Any) -> Attended:
         if self.flops is not None:
             self.flops_before = self.flops.get_total_flops()
-        self.query_bytes = query_BHLD.nbytes
-        self.query_heads, self.key_heads, self.head_size = query_BHLD.shape[1], key_BGSD.shape[1], query_BHLD.shape[3]
+        self.query_heads, self.head_size = query_BHLD.shape[1], query_BHLD.shape[3]
         # Laid out as the queries are. Where these have the heads of a token together, what follows needs no copy.
         same = value_BGSD.shape[3] == query_BHLD.shape[3]
         out_BHLD = torch.empty_like(query_BHLD) if same else query_BHLD.new_empty(*query_BHLD.shape[:3], value_BGSD.shape[3])
         lse_BHL = query_BHLD.new_empty(query_BHLD.shape[:3], dtype=accumulator_dtype(query_BHLD.dtype))
-        self.out_bytes = out_BHLD.nbytes + lse_BHL.nbytes
         return Attended(out_BHLD, lse_BHL)
 
     def backward(
         self, dout_BHLD: Tensor, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, done: Attended, block: Any
     ) -> tuple[Tensor, list]:
-        dquery_BHLD = torch.empty_like(query_BHLD)
-        self.bytes_at_backward = self.live.live_bytes
-        return dquery_BHLD, [(0, key_BGSD.shape[2], torch.empty_like(key_BGSD), torch.empty_like(value_BGSD))]
-
-
-class _LiveBytes(TorchDispatchMode):
-    """Bytes of the chunk's tensors that are alive, and the most there ever were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live_bytes = self.peak_bytes = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        before = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in before | self._known:
-                self._meet(leaf)
-        return result
-
-    def _meet(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if (storage.nbytes() // tensor.element_size()) % TOKENS:
-            return
-        size, key = storage.nbytes(), storage._cdata
-        self._known.add(key)
-        self.live_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        weakref.finalize(storage, self._die, key, size)
-
-    def _die(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live_bytes -= size
-
-
-class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
-    """Bytes that a graph saves of the chunk beside the layer's input, each storage once; a slice counts as its own size.
-
-    This is how `core.probe.measured_costs` counts on a device; here tensors have no addresses to tell them apart by.
-    """
-
-    def __init__(self, h_BLE: Tensor) -> None:
-        own = h_BLE.untyped_storage()._cdata
-        sizes: dict[int, int] = {}
-
-        def note(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata != own and tensor.numel() % TOKENS == 0:
-                sizes[storage._cdata] = max(sizes.get(storage._cdata, 0), min(storage.nbytes(), tensor.nbytes))
-            return tensor
-
-        super().__init__(note, lambda tensor: tensor)
-        self._sizes = sizes
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self._sizes.values())
+        return torch.empty_like(query_BHLD), [(0, key_BGSD.shape[2], torch.empty_like(key_BGSD), torch.empty_like(value_BGSD))]
 
 
 class _ShapesOfKernels:
@@ -335,8 +233,10 @@ class _ShapesOfKernels:
         return gate_NE.new_empty(gate_NE.shape)
 
     @staticmethod
-    def gated_backward(dout_NE: Tensor, gate_NE: Tensor, up_NE: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-        return gate_NE.new_empty(gate_NE.shape), up_NE.new_empty(up_NE.shape)
+    def gated_backward(
+        dout_NE: Tensor, gate_NE: Tensor, up_NE: Tensor, activation: str, *, in_place: bool
+    ) -> tuple[Tensor, Tensor]:
+        return (gate_NE, up_NE) if in_place else (gate_NE.new_empty(gate_NE.shape), up_NE.new_empty(up_NE.shape))
 
     @staticmethod
     def rotate(x_BHLD: Tensor, cos_BLD: Tensor, sin_BLD: Tensor, *, back: bool) -> Tensor:

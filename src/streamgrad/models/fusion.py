@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as _module
 from transformers import activations
 
 from streamgrad.core.fused import Norm, gated, rms_norm, rotary
@@ -242,7 +243,10 @@ def _fused_mlp(
     module: Any, activation: str, stock: Callable[[Tensor], Tensor], wants: Callable[..., bool]
 ) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
-        return module.down_proj(gated(module.gate_proj(x), module.up_proj(x), activation)) if wants(x) else stock(x)
+        if not wants(x):
+            return stock(x)
+        consumed = _nobody_watches(module.gate_proj) and _nobody_watches(module.up_proj)
+        return module.down_proj(gated(module.gate_proj(x), module.up_proj(x), activation, consumed=consumed))
 
     return forward
 
@@ -254,9 +258,15 @@ def _fused_joint_mlp(
         if not wants(x):
             return stock(x)
         gate, up = module.gate_up_proj(x).chunk(2, dim=-1)
-        return module.down_proj(gated(gate, up, activation))
+        return module.down_proj(gated(gate, up, activation, consumed=_nobody_watches(module.gate_up_proj)))
 
     return forward
+
+
+def _nobody_watches(module: nn.Module) -> bool:
+    """Whether a linear map's output is in nobody's hands but the caller's: no hook saw it, and its class keeps none."""
+    hooks = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks or _module._global_forward_hooks
+    return type(module) is nn.Linear and "forward" not in module.__dict__ and not hooks
 
 
 def _activation_of(module: nn.Module) -> str | None:

@@ -14,18 +14,8 @@ from torch import Tensor, nn
 from streamgrad.config import StreamConfig
 from streamgrad.core.exchange import Exchange
 from streamgrad.core.machine import device_budget_bytes, host_budget_bytes
-from streamgrad.core.policy import (
-    LARGE_CHUNKS,
-    MARGIN,
-    MARGIN_OF_BUDGET,
-    LayerCosts,
-    LayerPolicy,
-    Plan,
-    Step,
-    choose_plan,
-    readable,
-    regular_chunk,
-)
+from streamgrad.core.moments import LayerCosts, LayerPolicy, Shape, embedding_parts, head_parts
+from streamgrad.core.policy import LARGE_CHUNKS, MARGIN, Plan, Step, choose_plan, readable, regular_chunk
 from streamgrad.core.probe import PROBED_TOKENS, measured_costs
 from streamgrad.core.storage import HostStore
 from streamgrad.head.rows import SHORTEST_CHUNK
@@ -40,10 +30,12 @@ UNKNOWN_HEAD_SHARE = 0.2
 
 @dataclass(frozen=True)
 class HeadCosts:
-    """What the head of the model will hold while it works, and the gradients it will leave."""
+    """What the parts of a model outside of its layers will hold: the head while it works, the gradients it will leave, and the
+    embeddings when backward reaches them."""
 
     bytes: float
     gradient_bytes: float
+    embedding_bytes: float
 
 
 class Planner:
@@ -80,16 +72,27 @@ class Planner:
             return self.latest
         costs = self._measured(layers[0], run, mask, backends, h_BTE, exchange)
         on_cuda = h_BTE.device.type == "cuda"
-        resident = torch.cuda.memory_allocated(h_BTE.device) if on_cuda else _bytes_of(decoder)
+        # Without the first layer's input, which is counted with what layers keep, unless it is held as a leaf of the graph.
+        own = 0 if h_BTE.is_leaf and h_BTE.requires_grad else h_BTE.nbytes
+        resident = torch.cuda.memory_allocated(h_BTE.device) - own if on_cuda else _bytes_of(decoder)
         limit = (1.0 - MARGIN) * device_budget_bytes(h_BTE.device) if on_cuda else float("inf")
-        budget = min(limit, (1.0 - MARGIN_OF_BUDGET) * (config.budget_bytes or float("inf")))
+        budget = min(limit, config.budget_bytes or float("inf"))
         host = host_budget_bytes(held_bytes=store.total_bytes)
         # Ranks that share a sequence exchange as often as they run attention: all must choose the same plan.
         budget, host, spent = exchange.least(budget, host, -resident)
         resident = -spent
         if head is None:
-            head = HeadCosts(2 * h_BTE.nbytes + UNKNOWN_HEAD_SHARE * budget, 0.0)
-        step = Step(costs, len(layers), batch, sequence, resident, head.gradient_bytes, head.bytes)
+            head = HeadCosts(2 * h_BTE.nbytes + UNKNOWN_HEAD_SHARE * budget, 0.0, h_BTE.nbytes)
+        step = Step(
+            costs=costs,
+            layers=len(layers),
+            shape=Shape(batch, sequence),
+            resident_bytes=resident,
+            layer_gradient_bytes=sum(p.nbytes for p in layers[0].parameters() if p.requires_grad and p.grad is None),
+            head_bytes=head.bytes,
+            head_gradient_bytes=head.gradient_bytes,
+            embedding_bytes=head.embedding_bytes,
+        )
         offload = config.offload if on_cuda else "none"
         plan, fits = self._choice(step, budget, host, offload, exchange.chunk_size)
         if not fits:
@@ -112,10 +115,9 @@ class Planner:
         self, layer: nn.Module, run: Callable[..., Tensor], mask: object, backends: list, h_BTE: Tensor, exchange: Exchange
     ) -> LayerCosts:
         trainable = tuple(parameter.requires_grad for parameter in layer.parameters())
-        has_gradients = any(parameter.grad is not None for parameter in layer.parameters())
         autocast = torch.is_autocast_enabled(h_BTE.device.type) and torch.get_autocast_dtype(h_BTE.device.type)
         tokens = min(PROBED_TOKENS, h_BTE.shape[1])
-        key = (h_BTE.dtype, autocast, trainable, has_gradients, layer.training, tokens, exchange.ranks)
+        key = (h_BTE.dtype, autocast, trainable, layer.training, tokens, exchange.ranks)
         if key not in self._costs:
             self._costs[key] = measured_costs(layer, run, mask, backends, h_BTE, exchange)
         return self._costs[key]
@@ -124,24 +126,24 @@ class Planner:
         """Before the step starts, where the user has named the limit; else the device has the last word."""
         if plan.host_bytes > host:
             raise ValueError(
-                f"offload='host' needs {readable(plan.host_bytes)} of host memory for {step.batch} x {step.sequence} tokens, and "
+                f"offload='host' needs {readable(plan.host_bytes)} of host memory for {step.shape}, and "
                 f"{readable(host)} are available to this process. Pass offload='auto', keep='input', or a shorter sequence."
             )
         if self.config.budget_bytes is None or plan.peak_bytes <= budget:
             return
         longest = self._longest(step, budget, host, offload, dealt)
         raise ValueError(
-            f"memory_budget={self.config.memory_budget!r} cannot hold {step.batch} x {step.sequence} tokens: about "
+            f"memory_budget={self.config.memory_budget!r} cannot hold {step.shape}: about "
             f"{readable(plan.peak_bytes)} are needed ({plan}). "
             + (f"About {longest} tokens a sequence would fit." if longest else "Not even a short sequence would fit.")
         )
 
     def _longest(self, step: Step, budget: float, host: float, offload: str, dealt: int | None) -> int:
         """By bisection, to a percent or so; with the head of the whole sequence, which is on the safe side."""
-        low, high = 0, step.sequence
-        while high - low > max(1, step.sequence // 128):
+        low, high = 0, step.shape.sequence
+        while high - low > max(1, step.shape.sequence // 128):
             middle = (low + high) // 2
-            _, fits = self._choice(replace(step, sequence=middle), budget, host, offload, dealt)
+            _, fits = self._choice(replace(step, shape=replace(step.shape, sequence=middle)), budget, host, offload, dealt)
             low, high = (middle, high) if fits else (low, middle)
         return low
 
@@ -172,22 +174,32 @@ def head_known_to_decoder(model: Any, head: nn.Module, *, tokens: int, config: S
     if installed is None:
         yield
         return
+    embedding = model.get_input_embeddings().weight
+    tied = any(parameter is embedding for parameter in head.parameters())
     outside = {
         parameter: parameter.nbytes
         for module in modules_outside(model, decoder_layers(decoder))
         for parameter in module._parameters.values()
-        if parameter is not None and parameter.requires_grad and parameter.grad is None
+        if parameter is not None and parameter.requires_grad and parameter is not embedding and parameter.grad is None
     }
-    costs = HeadCosts(_head_bytes(head, tokens, config.head_chunk_size), sum(outside.values()))
+    width = getattr(head, "in_features", embedding.shape[-1])
+    dense = embedding.nbytes if embedding.requires_grad else 0
+    at_embeddings = embedding_parts(tokens, width * embedding.element_size(), width_sum_bytes=4 * width, dense_bytes=dense)
+    costs = HeadCosts(
+        bytes=_head_bytes(head, tokens, config.head_chunk_size),
+        # Where it is also the embeddings', autograd holds the head's gradient until theirs is there, whatever was there before.
+        gradient_bytes=sum(outside.values()) + (dense if tied else 0),
+        embedding_bytes=sum(at_embeddings.values()),
+    )
     with temporary_attribute(installed.stream, "head", costs):
         yield
 
 
 def _head_bytes(head: nn.Module, tokens: int, chunk_size: int | str) -> float:
-    """Hidden states, their gradient and a copy of one of them; the weight's sum and gradient; a chunk of logits and of theirs."""
     weight = next(head.parameters())
     # By its attributes where it has them: an engine may have taken the weight away and left an empty tensor.
     width, vocabulary = getattr(head, "in_features", weight.shape[-1]), getattr(head, "out_features", weight.shape[0])
     trainable = sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
     rows = min(tokens, chunk_size if isinstance(chunk_size, int) else SHORTEST_CHUNK)
-    return weight.element_size() * (3 * tokens * width + 2 * rows * vocabulary) + trainable * (4 + weight.element_size())
+    itemsize = weight.element_size()
+    return sum(head_parts(tokens * width * itemsize, 2 * rows * vocabulary * itemsize, trainable, itemsize).values())

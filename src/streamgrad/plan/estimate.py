@@ -15,12 +15,13 @@ import torch
 
 from streamgrad.config import KEEP_POLICIES, OFFLOAD_PLACES, parse_bytes
 from streamgrad.core.machine import HOST_SHARE
+from streamgrad.core.moments import Parts, head_parts
 from streamgrad.core.policy import MARGIN, SMALL_CHUNKS, Plan, Step, choose_plan, regular_chunk
 from streamgrad.distributed.memory import ENGINES, longest_sequence, rank_bytes
 from streamgrad.head.rows import FREE_SHARE, SHORTEST_CHUNK, choose_head_chunk
 from streamgrad.models.dry_run import ModelShape, model_shape
 from streamgrad.models.presets import config_of
-from streamgrad.plan.moments import Moment, Parts, Workload, checkpointing_moments, host_parts, streamed_moments
+from streamgrad.plan.moments import Moment, Workload, checkpointing_moments, host_parts, streamed_moments
 from streamgrad.plan.seconds import Rates, Seconds, checkpointing_seconds, streamed_seconds
 
 METHODS = ("full", "lora")
@@ -209,14 +210,16 @@ class _Card:
         """The plan that the planner makes within this memory, or the smallest there is, and its worst moment."""
         shape = load.shape
         step = Step(
-            costs=replace(shape.profile.costs, gradients=load.gradient_share * shape.profile.costs.gradients),
+            costs=shape.profile.costs,
             layers=shape.layers,
-            batch=load.rows,
-            sequence=load.sequence,
-            # The planner counts what is allocated when the first layer is called: its input is.
-            resident_bytes=sum(load.always.values()) + load.tokens * shape.profile.costs.input,
-            other_gradient_bytes=load.gradient_share * shape.itemsize * shape.outside_trainable,
+            shape=load.batch,
+            # With adapters the first layer's input is a leaf of the graph, and is there already.
+            resident_bytes=sum(load.always.values())
+            + (0 if shape.outside_trainable else load.tokens * shape.profile.costs.input),
+            layer_gradient_bytes=load.gradient_share * shape.profile.costs.gradients,
             head_bytes=self._held_by_head(load),
+            head_gradient_bytes=load.gradients(0),
+            embedding_bytes=sum(load.at_embeddings.values()),
         )
         plan, _ = choose_plan(
             step,
@@ -235,14 +238,14 @@ class _Card:
     def _held_by_head(self, load: Workload) -> float:
         """As a model with a streamed head announces it to the planner (`models.causal_lm`)."""
         shape = load.shape
-        logits = min(load.tokens, SHORTEST_CHUNK) * shape.vocabulary * 2 * shape.itemsize
-        return 3 * load.tokens * shape.width * shape.itemsize + shape.head_trainable * (4 + shape.itemsize) + logits
+        hidden, logits = load.tokens * shape.width, 2 * min(load.tokens, SHORTEST_CHUNK) * shape.vocabulary
+        return sum(head_parts(hidden * shape.itemsize, logits * shape.itemsize, shape.head_trainable, shape.itemsize).values())
 
     def _head_rows(self, load: Workload, plan: Plan) -> int:
         """The head's chunk: an eighth of what is free when it starts."""
         shape = load.shape
-        kept = sum(load.tokens * shape.profile.costs.kept(policy) for policy in plan.policies if not policy.on_host)
-        used = sum(load.always.values()) + kept + 3 * load.tokens * shape.profile.costs.input
+        kept = sum(sum(shape.profile.costs.kept(policy).values()) for policy in plan.policies if not policy.on_host)
+        used = sum(load.always.values()) + load.tokens * (kept + 3 * shape.profile.costs.input)
         free = int(max(0.0, self.device_bytes - used)) // FREE_SHARE
         rows = choose_head_chunk(load.tokens, shape.vocabulary, shape.itemsize, torch.device("cpu"), free)
         return min(rows, load.tokens)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from streamgrad.core.moments import COMPONENTS
 from streamgrad.plan.estimate import Report
-from streamgrad.plan.moments import COMPONENTS
 
 # Below this share of the tallest bar a component's name would not fit beside it.
 _LABELLED = 0.03

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from streamgrad.core.policy import LayerPolicy
+from streamgrad.core.moments import LayerPolicy
 from streamgrad.models.dry_run import LayerProfile
 from streamgrad.plan.moments import Workload
 

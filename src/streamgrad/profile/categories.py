@@ -59,7 +59,8 @@ def category_of(frames: Frames, size: int, sizes: Sizes) -> str:
     name, function = next((frame for frame in own if frame[0] not in _HELPERS), own[0])
     if name == "core/chunk.py":
         return "keys and values"
-    if name == "core/shadows.py" and (own[0][1] == "zeros_for_sum" or function in ("summed_gradient", "sums", "gradients")):
+    sums = ("take_gradient", "take_sums", "take_gradients", "_converted")
+    if name == "core/shadows.py" and (own[0][1] == "zeros_for_sum" or function in sums):
         return "gradients"
     if name in ("core/storage.py", "core/kept.py"):
         return "kept inputs"  # on their way back from the host
