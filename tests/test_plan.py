@@ -398,6 +398,18 @@ def test_the_table_says_what_the_report_says(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["qwen3-4b", "--seq-len", "4000000"], r"This does not fit. Up to \d{3},\d{3} tokens would.*Smallest plan: "),
+        (["qwen3-8b", "--seq-len", "1000", "--gpu-memory", "24GiB"], "No length fits: weights .* take 45.77 GiB.*--method lora"),
+    ],
+)
+def test_what_does_not_fit_says_what_would(arguments, words):
+    result = run(*arguments)
+    assert result.exit_code == 0 and re.search(words, " ".join(result.output.split()))
+
+
 def test_json_is_the_report():
     result = run("qwen3-4b", "--max", "--method", "lora", "--json", "--gpu-memory", "24GiB", "--gemm-tflops", "100")
     row = json.loads(result.output)

@@ -23,15 +23,13 @@ def _one_of(choices: tuple[str, ...], text: str) -> Any:
 
 
 _RATES = Rates()
-# Of tokens, sequences or GPUs: far more than anyone has, and few enough to compute with.
-_MANY = 1 << 30
 
 
 def plan(
     model: Annotated[str, typer.Argument(help="A preset (qwen3-8b), a directory with a config.json, or a name on the hub.")],
-    seq_len: Annotated[int | None, typer.Option(min=1, max=_MANY, help="Tokens of each sequence.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of each sequence.")] = None,
     longest: Annotated[bool, typer.Option("--max", help="Instead of --seq-len: the longest sequence that fits.")] = False,
-    batch: Annotated[int, typer.Option(min=1, max=_MANY, help="On each GPU: sequences, pairs (dpo) or completions (grpo).")] = 1,
+    batch: Annotated[int, typer.Option(min=1, help="On each GPU: sequences, pairs (dpo) or completions (grpo).")] = 1,
     gpu_memory: Annotated[str, typer.Option(help="Of one GPU.")] = "80GiB",
     host_memory: Annotated[str, typer.Option(help="Of the machine that all GPUs are in.")] = "256GiB",
     method: Annotated[str, _one_of(estimates.METHODS, "What is trained")] = "full",
@@ -41,7 +39,7 @@ def plan(
     objective: Annotated[str, _one_of(estimates.OBJECTIVES, "The loss")] = "sft",
     optimizer: Annotated[str, _one_of(estimates.OPTIMIZERS, "Whose state is on the GPU")] = "adamw",
     engine: Annotated[str, _one_of(ENGINES, "What holds weights and gradients")] = "none",
-    gpus: Annotated[int, typer.Option(min=1, max=_MANY, help="With an engine.")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, help="With an engine.")] = 1,
     dtype: Annotated[str, _one_of(estimates.DTYPES, "Of weights and activations")] = "bfloat16",
     keep: Annotated[str, _one_of(KEEP_POLICIES, "As for streamgrad.enable")] = "auto",
     offload: Annotated[str, _one_of(OFFLOAD_PLACES, "As for streamgrad.enable")] = "auto",
@@ -91,8 +89,10 @@ def plan(
         return
     console = Console()
     console.print(plan_table(report))
+    if not report.streamed.fits:
+        console.print(_what_would_fit(report), style="bold", soft_wrap=True)
     if report.streamed.plan is not None:
-        console.print(f"Plan: {report.streamed.plan}", soft_wrap=True)
+        console.print(f"{'Plan' if report.streamed.fits else 'Smallest plan'}: {report.streamed.plan}", soft_wrap=True)
     for line in report.assumptions:
         console.print(f"  [dim]- {line}[/dim]", soft_wrap=True)
     if out is not None:
@@ -123,6 +123,17 @@ def plan_table(report: estimates.Report) -> Table:
     table.add_row("longest sequence", f"{streamed.longest_tokens:,}", "", f"{plain.longest_tokens:,}")
     table.add_row("step, at least", f"{streamed.seconds.total:,.1f} s", "", f"{plain.seconds.total:,.1f} s")
     return table
+
+
+def _what_would_fit(report: estimates.Report) -> str:
+    longest, parts = report.streamed.longest_tokens, report.streamed.device_bytes
+    if longest:
+        return f"This does not fit. Up to {longest:,} tokens would, as --max shows."
+    fixed = sum(parts.get(name, 0.0) for name in ("weights", "optimizer state"))
+    return (
+        f"No length fits: weights and optimizer state alone take {_gib(fixed)} on each GPU. Try --method lora, --optimizer "
+        "adamw8bit, --engine zero3 with several --gpus, or a smaller --batch."
+    )
 
 
 def _gib(count: float) -> str:
