@@ -22,7 +22,7 @@ class Expectation:
         self.layer, self.parameters = layer, parameters
         self._versions = [parameter._version for parameter in layer.parameters()]
         self._last_rows: list[Tensor] = []
-        self._deviation: Tensor | None = None
+        self._rows_again: dict[int, Tensor] = {}
 
     def note(self, out_BLE: Tensor) -> None:
         """Remember the last token of a chunk's output: nearly everything a layer reads has a part in it."""
@@ -60,21 +60,25 @@ class Expectation:
                 )
             nodes += [following for following, _ in node.next_functions]
 
-    def compare(self, index: int, out_BLE: Tensor) -> None:
-        """Measure, without waiting for the device, how far the re-run of chunk `index` is from what was noted."""
-        noted, again = self._last_rows[index].float(), out_BLE[:, -1].detach().float()
-        deviation = (again - noted).norm() / noted.norm().clamp_min(torch.finfo(torch.float32).tiny)
-        # Not finite again is as it was; not finite where it was finite is a difference.
-        deviation = torch.where(noted.isfinite().all(), deviation.nan_to_num(nan=torch.inf), 0.0)
-        self._deviation = deviation if self._deviation is None else torch.maximum(self._deviation, deviation)
+    def note_again(self, index: int, out_BLE: Tensor) -> None:
+        """The same of the re-run of chunk `index`."""
+        self._rows_again[index] = out_BLE[:, -1].detach().clone()
 
     def check_outcome_later(self, *, in_16_bits: bool) -> None:
         """When the backward pass that is under way ends, so that no layer waits for the device."""
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._check_outcome(in_16_bits))
+        deviation = self._largest_deviation()
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._check_outcome(deviation.item(), in_16_bits))
 
-    def _check_outcome(self, in_16_bits: bool) -> None:
-        assert self._deviation is not None
-        deviation, self._deviation = self._deviation.item(), None
+    def _largest_deviation(self) -> Tensor:
+        """How far the re-run of any chunk is from what was noted."""
+        again_CN = torch.stack([self._rows_again[index] for index in range(len(self._last_rows))]).flatten(1).float()
+        noted_CN = torch.stack(self._last_rows).flatten(1).float()
+        deviation_C = (again_CN - noted_CN).norm(dim=1) / noted_CN.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+        self._rows_again.clear()
+        # Not finite again is as it was; not finite where it was finite is a difference.
+        return torch.where(noted_CN.isfinite().all(dim=1), deviation_C.nan_to_num(nan=torch.inf), 0.0).max()
+
+    def _check_outcome(self, deviation: float, in_16_bits: bool) -> None:
         # Far above what another kernel or another order of sums gives, far below what another mask or adapter gives.
         allowed = 0.05 if in_16_bits else 1e-3
         if deviation > allowed:

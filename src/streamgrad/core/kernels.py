@@ -8,6 +8,8 @@ Shapes: N rows, E width of a row, B batch, H heads, L tokens, D head size.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -32,7 +34,7 @@ def norm_backward(dout_NE: Tensor, x_NE: Tensor, inverse_N1: Tensor, weight_E: T
     rows, width = x_NE.shape
     block, tile = _row_tile(width)
     # Each program sums the weight's gradient over the rows it goes through; what is left is a sum over programs.
-    programs = min(triton.cdiv(rows, tile), 4 * torch.cuda.get_device_properties(x_NE.device).multi_processor_count)
+    programs = min(triton.cdiv(rows, tile), 4 * _processors(x_NE.device))
     dx_NE, partial = torch.empty_like(x_NE), x_NE.new_empty((programs, width), dtype=torch.float32)
     with torch.cuda.device_of(x_NE):
         _norm_backward_kernel[(programs,)](
@@ -78,6 +80,11 @@ def rotate(x_BHLD: Tensor, cos_BLD: Tensor, sin_BLD: Tensor, *, back: bool) -> T
             HEADS=triton.next_power_of_2(heads), BLOCK=triton.next_power_of_2(size // 2), num_warps=4,
         )  # fmt: skip
     return out_BLHD.transpose(1, 2)
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _row_tile(width: int) -> tuple[int, int]:

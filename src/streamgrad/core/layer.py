@@ -122,7 +122,7 @@ class _StreamedLayer(torch.autograd.Function):
                 with torch.enable_grad(), ctx.autocast.restored(), ctx.tape.replaying(index):
                     out_BLE = call.run(h_BLE, chunk)
                 chunk.release()
-                expectation.compare(index, out_BLE)
+                expectation.note_again(index, out_BLE)
                 if index == len(chunks) - 1:
                     expectation.check_leaves(out_BLE, [h_BLE, *shadows.tensors])
                 if out_BLE.requires_grad:  # not where a layer's only trainable parameter is one it does not use

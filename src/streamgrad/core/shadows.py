@@ -49,7 +49,8 @@ class Shadow(Tensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if function is F.linear and len(args) > 1 and isinstance(args[1], Shadow) and args[1].dim() == 2:
+            is_product = function is F.linear and len(args) > 1 and isinstance(args[1], Shadow) and args[1].dim() == 2
+            if is_product and torch.is_grad_enabled():
                 return _linear(*args, **(kwargs or {}))
             return function(*args, **(kwargs or {}))
 

@@ -13,9 +13,14 @@ from torch import Tensor
 
 def kernels_for(tensor: Tensor, module: str) -> ModuleType | None:
     """The kernels in `module` where they apply to this tensor, on CUDA and up to fp32, and run; else None."""
-    if not tensor.is_cuda or tensor.dtype == torch.float64 or not _run_on(tensor.device):
+    if not tensor.is_cuda or tensor.dtype == torch.float64:
         return None
-    return importlib.import_module(module)
+    return _loaded(module, tensor.device)
+
+
+@functools.cache
+def _loaded(module: str, device: torch.device) -> ModuleType | None:
+    return importlib.import_module(module) if _run_on(device) else None
 
 
 @functools.cache
