@@ -115,12 +115,11 @@ def _drop_cache(arguments: dict[str, Any]) -> None:
 @contextmanager
 def _streamed_layers(decoder: Any, stream: DecoderStream, sequences: WholeSequences) -> Iterator[None]:
     layers = decoder_layers(decoder)
-    for reason in layer_refusals(layers):
-        raise SeamError(reason)
     call = _DecoderCall(decoder, layers, stream, sequences)
     with ExitStack() as restore:
-        restore.enter_context(streamed_attention_in(call.configs))
-        restore.enter_context(call.fusion_of_the_rest().installed())
+        rest = modules_outside(decoder, layers)
+        restore.enter_context(streamed_attention_in(_attention_configs(rest)))
+        restore.enter_context(Fusion(rest, mode=stream.config.compile).installed())
         for index, layer in enumerate(layers):
             restore.enter_context(temporary_attribute(layer, "forward", call.streamed_forward(index)))
             if getattr(layer, "gradient_checkpointing", False):
@@ -129,10 +128,9 @@ def _streamed_layers(decoder: Any, stream: DecoderStream, sequences: WholeSequen
         yield
 
 
-def _attention_configs(decoder: Any, layers: list[nn.Module]) -> list[Any]:
-    """The configurations that say which attention is used: the decoder's, and copies that replicated layers may hold."""
-    holders = [decoder, *(module for layer in layers for module in layer.modules())]
-    configs = [vars(holder).get("config") for holder in holders]
+def _attention_configs(modules: list[nn.Module]) -> list[Any]:
+    """The configurations that say which attention is used: most often one and the same; replicated layers may hold copies."""
+    configs = [vars(module).get("config") for module in modules]
     return list({id(config): config for config in configs if hasattr(config, "_attn_implementation_internal")}.values())
 
 
@@ -141,24 +139,24 @@ class _DecoderCall:
 
     def __init__(self, decoder: Any, layers: list[nn.Module], stream: DecoderStream, sequences: WholeSequences) -> None:
         self.decoder, self.layers, self.stream, self.sequences = decoder, layers, stream, sequences
-        self.configs = _attention_configs(decoder, layers)
         self.masks: _Masks = {}
         self.plan: Plan | None = None
-
-    def fusion_of_the_rest(self) -> Fusion:
-        """Of the decoder's own parts outside of its layers: its last norm."""
-        return Fusion(modules_outside(self.decoder, self.layers), mode=self.stream.config.compile)
 
     def streamed_forward(self, index: int) -> Callable[..., Tensor | tuple[Tensor]]:
         """The forward of layer `index`, streamed."""
         layer = self.layers[index]
-        forward, fusion = own_forward(layer), Fusion(layer.modules(), mode=self.stream.config.compile)
+        forward = own_forward(layer)
 
         def streamed(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
+            # Not before the call: while a layer's modules are looked at, the device computes the one before.
+            for reason in layer_refusals([layer]):
+                raise SeamError(reason)
+            modules = list(layer.modules())
+            configs, fusion = _attention_configs(modules), Fusion(modules, mode=self.stream.config.compile)
             h_BTE, arguments = LayerArguments.bind(forward, args, kwargs)
 
             def run(h_BLE: Tensor, chunk: Chunk) -> Tensor:
-                with streamed_attention_in(self.configs), fusion.installed():
+                with streamed_attention_in(configs), fusion.installed():
                     return arguments.run(h_BLE, chunk)
 
             mask = self._mask(arguments, h_BTE)
