@@ -68,19 +68,23 @@ REPEATABLE = {"attention": "eager", "chunk_size": 512, "head_chunk_size": 1024}
 @pytest.mark.parametrize("keep", ["input", "attention"])
 def test_layers_split_between_device_and_host_change_nothing(keep):
     """Bit for bit: the same chunks, some layers' tensors on the device and some on the host."""
-    model, batch = model_and_batch(4096)
+    model, batch = model_and_batch()
     streamgrad.enable(model, keep=keep, offload="none", memory_budget="1TB", **REPEATABLE)
     expected = run_step(model, batch)
     whole = plan_of(model).peak_bytes
     streamgrad.disable(model)
-    split = []
-    for share in (0.99, 0.97):
+    split = set()
+    for share in (0.98, 0.95, 0.9, 0.85):
         streamgrad.enable(model, keep=keep, offload="auto", memory_budget=int(share * whole), **REPEATABLE)
-        for _ in range(2):
-            assert_same_step(run_step(model, batch), expected, 0.0)
-        split.append(sum(policy.on_host for policy in plan_of(model).policies))
+        try:
+            for _ in range(2):
+                assert_same_step(run_step(model, batch), expected, 0.0)
+        except ValueError as refused:
+            assert "cannot hold" in str(refused)
+        else:
+            split.add(sum(policy.on_host for policy in plan_of(model).policies))
         streamgrad.disable(model)
-    assert 0 < split[0] < split[1] <= SHAPE["num_hidden_layers"]
+    assert len(split - {0, SHAPE["num_hidden_layers"]}) >= 2, split
 
 
 def test_everything_kept_recomputes_nothing():
@@ -97,7 +101,7 @@ def test_a_host_that_is_too_small_is_told_before_the_step(monkeypatch):
     assert available_host_bytes() > 0
     monkeypatch.setattr("streamgrad.core.machine.available_host_bytes", lambda: 1e6)
     streamgrad.enable(model, keep="input", offload="host")
-    with pytest.raises(ValueError, match=r"needs 0\.1 GiB of host memory for 1 x 16384 tokens.*offload='auto'"):
+    with pytest.raises(ValueError, match=r"needs 128\.0 MiB of host memory for 1 x 16384 tokens.*offload='auto'"):
         model(**batch)
 
 
