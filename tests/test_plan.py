@@ -424,6 +424,18 @@ def test_a_length_or_the_longest():
         assert isinstance(result.exception, ValueError) and "--max" in str(result.exception)
 
 
+def test_the_table_in_the_documentation_is_what_the_command_prints():
+    text = (RESULTS.parents[1] / "docs" / "plan.md").read_text()
+    command = re.search(r"^python -m streamgrad plan (.*)$", text, flags=re.MULTILINE)
+    shown = re.search(r"^```\n(qwen3-8b.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    assert command is not None and shown is not None
+    result = CliRunner().invoke(app, ["plan", *command[1].split()], env={"COLUMNS": "100"})
+    printed = "\n".join(line.rstrip() for line in result.output.splitlines())
+    assert printed.startswith(shown[1]), (
+        "run the command with COLUMNS=100 and --out docs/images/plan.png, and show what it prints"
+    )
+
+
 def test_the_code_in_the_documentation_runs():
     blocks = re.findall(r"```python\n(.*?)```", (RESULTS.parents[1] / "docs" / "plan.md").read_text(), flags=re.DOTALL)
     assert blocks
