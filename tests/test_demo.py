@@ -25,6 +25,7 @@ def test_the_quick_demo_writes_its_plots(tmp_path):
     result = CliRunner().invoke(app, ["demo", "--quick", "--out", str(plot), "--memory-image", str(memory)])
     assert result.exit_code == 0, result.output
     assert "worst relative error" in result.output and f"Plot: {plot}" in result.output
+    assert re.search(r"each further token costs \d+ times less memory than with ordinary backprop, \d times less", result.output)
     for path in (plot, memory):
         content = path.read_bytes()
         assert content.startswith(b"\x89PNG") and 10_000 < len(content) < 150_000

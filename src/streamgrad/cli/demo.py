@@ -117,6 +117,13 @@ def run(settings: Settings, *, out: Path, memory_image: Path | None, console: Co
     with console.status("Counting the bytes of one step at several lengths ..."):
         peaks = peak_bytes(model, settings, device)
     console.print(_memory_table(peaks, settings))
+    slopes = {name: bytes_per_token(values, settings.memory_lengths) for name, values in peaks.items()}
+    console.print(
+        f"The same gradients, and each further token costs {slopes[ORDINARY] / slopes[STREAMED]:.0f} times less memory than with "
+        f"{ORDINARY}, {slopes[CHECKPOINTING] / slopes[STREAMED]:.0f} times less than with {CHECKPOINTING}.",
+        style="bold",
+        soft_wrap=True,
+    )
     how = "by torch's allocator" if device.type == "cuda" else "as live tensors"
     footer = f"{about}; bytes counted {how}"
     plot(training, peaks, settings, footer, out)
