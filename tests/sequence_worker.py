@@ -19,6 +19,7 @@ from gradients import Step, no_float32, relative_error
 from lora import with_lora
 from streamgrad.core.live import LiveBytes
 from streamgrad.distributed import make_zero3_leaves, sequence_loss, sequence_parallel
+from streamgrad.models.forwards import InstalledForward
 from tiny import tiny_model, tokens
 
 
@@ -84,10 +85,14 @@ def plain_step(case: Case) -> Step:
 
 @dataclass
 class Outcome:
-    """`step` after averaging over ranks, as engines do; `exchanged`: all-to-alls of this rank, and elements put into them."""
+    """`step` after averaging over ranks, as engines do; `exchanged`: all-to-alls of this rank, and elements put into them.
+
+    `kept` says by layer what the plan was.
+    """
 
     step: Step
     exchanged: tuple[int, int]
+    kept: list[str]
 
 
 def slice_of(batch: dict[str, Tensor], group: Any) -> dict[str, Tensor]:
@@ -97,7 +102,10 @@ def slice_of(batch: dict[str, Tensor], group: Any) -> dict[str, Tensor]:
 
 def run_case(case: Case) -> Outcome:
     group = dist.group.WORLD
-    model = streamgrad.enable(case.model(), chunk_size=case.chunk_size, head_chunk_size=3, keep=case.keep, **case.options)
+    options = dict(case.options)
+    if "budgets" in options:
+        options["memory_budget"] = options.pop("budgets")[dist.get_rank(group)]
+    model = streamgrad.enable(case.model(), chunk_size=case.chunk_size, head_chunk_size=3, keep=case.keep, **options)
     sequence_parallel(model, group)
     batch = slice_of(case.batch(), group)
     embeds = batch["inputs_embeds"].requires_grad_() if case.kind == "embedded" else None
@@ -114,7 +122,12 @@ def run_case(case: Case) -> Outcome:
         dist.all_gather(parts, embeds.grad, group=group)
         gradients["input"] = torch.cat(parts, dim=1) / dist.get_world_size(group)
     sizes = [(times, elements // 2) for (kind, elements), times in seen.counts.items() if "alltoall" in kind]  # in and out
-    return Outcome(Step(loss.detach(), gradients), (sum(n for n, _ in sizes), sum(n * size for n, size in sizes)))
+    plan = InstalledForward.on(base_of(model).get_decoder()).stream.planner.latest
+    return Outcome(
+        Step(loss.detach(), gradients),
+        (sum(n for n, _ in sizes), sum(n * size for n, size in sizes)),
+        [str(policy) for policy in plan.policies],
+    )
 
 
 def on_two_ranks(cases: list[Case]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ TWO_RANKS = [
     Case("qwen3_moe", chunk_size=5),
     Case(lora=True, chunk_size=5),
     Case(chunk_size="auto", options={"memory_budget": "1GiB"}, keep="auto"),
+    Case("qwen3_moe", keep="auto", options={"budgets": ("1GiB", "400KiB")}),
 ]
 FOUR_RANKS = [
     Case(ranks=4, chunk_size=2),
@@ -71,6 +72,8 @@ def check_steps(subtests, cases: list[Case], ranks: list[dict]) -> None:
             with subtests.test(f"{case}, rank {rank}"):
                 outcome = outcomes["steps"][index]
                 assert_same_step(outcome.step, expected, 1e-10)
+                if "budgets" in case.options:
+                    assert outcome.kept == ["attention", "all"], "ranks with more memory must go by those with less"
                 if case.family == "qwen3" and case.kind == "plain" and not case.lora and case.chunk_size != "auto":
                     assert outcome.exchanged == exchanged(case)
 

@@ -46,8 +46,8 @@ class Exchange:
         """The part that belongs to the heads which this rank attends with."""
         return tensor_H
 
-    def least(self, *numbers: float) -> tuple[float, ...]:
-        """Of each number, the least that any rank has: what ranks decide by it, they decide alike."""
+    def most(self, *numbers: float) -> tuple[float, ...]:
+        """Of each number, the most that any rank has: what ranks decide by it, they decide alike."""
         return numbers
 
 
@@ -81,8 +81,8 @@ class Ulysses(Exchange):
     def own_heads(self, tensor_H: Tensor) -> Tensor:
         return tensor_H.chunk(self.ranks)[self.rank]
 
-    def least(self, *numbers: float) -> tuple[float, ...]:
-        return tuple(min(of_ranks) for of_ranks in zip(*self._numbers_of_ranks(numbers), strict=True))
+    def most(self, *numbers: float) -> tuple[float, ...]:
+        return tuple(max(of_ranks) for of_ranks in zip(*self._numbers_of_ranks(numbers), strict=True))
 
     def check_agreement(self, values: Mapping[str, int]) -> None:
         """Ranks that disagree would wait for each other for ever, or mix up their tokens."""

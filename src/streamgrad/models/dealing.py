@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers.masking_utils import find_packed_sequence_indices
@@ -119,6 +120,8 @@ class Slices(WholeSequences):
                 "keep": KEEP_POLICIES.index(planner.config.keep), "whether inputs_embeds are passed": int(name == names[1]),
                 "whether position_ids are passed": int(positions is not None),
                 "whether an attention_mask is passed": int(padding is not None),
+                "whether there is a memory_budget": int(planner.config.memory_budget is not None),
+                "whether gradients are computed": int(torch.is_grad_enabled()),
             }
         )  # fmt: skip
         dealt[name] = exchange.deal(tokens)

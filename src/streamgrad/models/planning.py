@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -79,8 +79,8 @@ class Planner:
         budget = min(limit, config.budget_bytes or float("inf"))
         host = host_budget_bytes(held_bytes=store.total_bytes)
         # Ranks that share a sequence exchange as often as they run attention: all must choose the same plan.
-        budget, host, spent = exchange.least(budget, host, -resident)
-        resident = -spent
+        resident, *missing = exchange.most(resident, -budget, -host)
+        budget, host = (-number for number in missing)
         if head is None:
             head = HeadCosts(2 * h_BTE.nbytes + UNKNOWN_HEAD_SHARE * budget, 0.0, h_BTE.nbytes)
         step = Step(
@@ -119,7 +119,8 @@ class Planner:
         tokens = min(PROBED_TOKENS, h_BTE.shape[1])
         key = (h_BTE.dtype, autocast, trainable, layer.training, tokens, exchange.ranks)
         if key not in self._costs:
-            self._costs[key] = measured_costs(layer, run, mask, backends, h_BTE, exchange)
+            measured = measured_costs(layer, run, mask, backends, h_BTE, exchange)
+            self._costs[key] = LayerCosts(*exchange.most(*astuple(measured)))
         return self._costs[key]
 
     def _refuse(self, step: Step, plan: Plan, budget: float, host: float, offload: str, dealt: int | None) -> None:
