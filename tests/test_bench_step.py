@@ -55,6 +55,7 @@ def test_errors_name_the_value(change, words):
 
 def test_kernels_are_sorted_by_their_names():
     assert step.kernel_kind("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma") == "attention"
+    assert step.kernel_kind("void cudnn::fusion::compute_dot_do_o_specialized<true, 128>") == "attention"
     assert step.kernel_kind("nvjet_sm90_tst_192x192_64x4_1x2_h_bz_coopB_TNN") == "gemm"
     assert step.kernel_kind("Memcpy DtoH (Device -> Pinned)") == "copy"
     assert step.kernel_kind("_norm_backward_kernel") == "other"

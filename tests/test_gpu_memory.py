@@ -71,18 +71,15 @@ def test_layers_split_between_device_and_host_change_nothing(keep):
     model, batch = model_and_batch()
     streamgrad.enable(model, keep=keep, offload="none", memory_budget="1TB", **REPEATABLE)
     expected = run_step(model, batch)
+    run_step(model, batch)  # beside the gradients of the first, as those to come
     whole = plan_of(model).peak_bytes
     streamgrad.disable(model)
     split = set()
-    for share in (0.98, 0.95, 0.9, 0.85):
+    for share in (0.97, 0.94, 0.91):
         streamgrad.enable(model, keep=keep, offload="auto", memory_budget=int(share * whole), **REPEATABLE)
-        try:
-            for _ in range(2):
-                assert_same_step(run_step(model, batch), expected, 0.0)
-        except ValueError as refused:
-            assert "cannot hold" in str(refused)
-        else:
-            split.add(sum(policy.on_host for policy in plan_of(model).policies))
+        for _ in range(2):
+            assert_same_step(run_step(model, batch), expected, 0.0)
+        split.add(sum(policy.on_host for policy in plan_of(model).policies))
         streamgrad.disable(model)
     assert len(split - {0, SHAPE["num_hidden_layers"]}) >= 2, split
 

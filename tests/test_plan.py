@@ -150,24 +150,26 @@ def keys_at_once(record: dict) -> float:
     """
     if "keys_at_once" in record["policy"]:
         return record["policy"]["keys_at_once"]
-    has_bound = record["method"] == "streamgrad" and plan_in(record["policy"]["plan"])[1] > 8192
+    has_bound = record["method"] == "streamgrad" and max(plan_in(record["policy"]["plan"])[1]) > 8192
     return KEYS_AT_ONCE if has_bound else float("inf")
 
 
-def plan_in(text: str) -> tuple[list[LayerPolicy], int]:
-    """The plan that a record spells out."""
+def plan_in(text: str) -> tuple[list[LayerPolicy], list[int]]:
+    """The plan that a record spells out; layers with larger chunks are the last ones."""
     kinds = re.findall(r"(\d+) x (input|attention|all)( on host)?", text)
     policies = [LayerPolicy(keep, on_host=bool(host)) for count, keep, host in kinds for _ in range(int(count))]
-    return policies, int(re.search(r"chunks of (\d+) tokens", text)[1])
+    small, large, count = re.search(r"chunks of (\d+) tokens(?:, of (\d+) in (\d+) layers)?", text).groups()
+    layers = int(count or 0)
+    return policies, [int(small)] * (len(policies) - layers) + [int(large or 0)] * layers
 
 
 def predicted(record: dict) -> float:
     load = workload_of(record)
     if record["method"] == "hf":
         return max(moment.total_bytes for moment in checkpointing_moments(load))
-    policies, chunk_size = plan_in(record["policy"]["plan"])
+    policies, chunk_sizes = plan_in(record["policy"]["plan"])
     assert len(policies) == load.shape.layers
-    return max(moment.total_bytes for moment in streamed_moments(load, policies, chunk_size, head_rows=4096))
+    return max(moment.total_bytes for moment in streamed_moments(load, policies, chunk_sizes, head_rows=4096))
 
 
 def identity(record: dict) -> str:

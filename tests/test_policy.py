@@ -72,7 +72,7 @@ def test_from_everything_to_the_smallest():
 
 def test_without_room_there_is_the_smallest_plan_and_a_no():
     plan, fits = plan_of(400_000, 9 * GB, host=80 * GB)
-    assert not fits and plan.chunk_size == 256 and plan.host_bytes <= 80 * GB
+    assert not fits and set(plan.chunk_sizes) == {256} and plan.host_bytes <= 80 * GB
     plan, fits = plan_of(400_000, 200 * GB, keep="attention", offload="host", host=1 * GB)
     assert not fits and plan.host_bytes > 1 * GB
 
@@ -89,8 +89,8 @@ def test_without_room_there_is_the_smallest_plan_and_a_no():
 def test_a_plan_keeps_its_promises(sequence, budget, more, host, keep, offload):
     step = step_of(sequence)
     plan, fits = plan_of(sequence, budget, keep=keep, offload=offload, host=host)
-    assert len(plan.policies) == step.layers and plan.chunk_size >= 1
-    assert plan.peak_bytes == predicted_peak(step, plan.policies, plan.chunk_size)
+    assert len(plan.policies) == len(plan.chunk_sizes) == step.layers and min(plan.chunk_sizes) >= 1
+    assert plan.peak_bytes == predicted_peak(step, plan.policies, plan.chunk_sizes)
     assert plan.host_bytes == host_bytes(step, plan.policies)
     if keep != "auto":
         assert {policy.keep for policy in plan.policies} == {keep}
@@ -100,6 +100,15 @@ def test_a_plan_keeps_its_promises(sequence, budget, more, host, keep, offload):
         assert plan.peak_bytes <= budget and plan.host_bytes <= host
         roomier, still_fits = plan_of(sequence, budget * more, keep=keep, offload=offload, host=host)
         assert still_fits and slowness(roomier) <= slowness(plan)
+
+
+def test_layers_with_room_have_larger_chunks():
+    """Gradients come together towards the first layer, so that the last ones have more room."""
+    plan, fits = plan_of(12_000, 17.6 * GB, offload="none")
+    small, large = min(plan.chunk_sizes), max(plan.chunk_sizes)
+    assert fits and small < large == 12_000
+    assert list(plan.chunk_sizes) == sorted(plan.chunk_sizes)
+    assert f"chunks of {small} tokens, of {large} in {plan.chunk_sizes.count(large)} layers" in str(plan)
 
 
 def test_chunks_have_few_sizes():
@@ -193,7 +202,7 @@ def test_measuring_a_layer_leaves_no_trace():
 
 
 def test_policies_read_well():
-    plan = Plan((LayerPolicy("input", on_host=True), LayerPolicy("all")), 4096, 2.5 * 2**30, 2**30)
+    plan = Plan((LayerPolicy("input", on_host=True), LayerPolicy("all")), (4096, 4096), 2.5 * 2**30, 2**30)
     expected = "1 x input on host, 1 x all; chunks of 4096 tokens; about 2.5 GiB on the device and 1.0 GiB on the host"
     assert str(plan) == expected
     assert "on the host" not in str(dataclasses.replace(plan, host_bytes=0.0))

@@ -249,7 +249,7 @@ def kernel_kind(name: str) -> str:
     """By the words in a kernel's name."""
     name = name.lower()
     for kind, words in (
-        ("attention", ("sdpa", "flash", "fmha", "attention")),
+        ("attention", ("sdpa", "flash", "fmha", "attention", "dot_do_o", "convert_dq")),
         ("gemm", ("gemm", "nvjet", "cublas", "cutlass", "splitk")),
         ("copy", ("memcpy", "memset")),
     ):

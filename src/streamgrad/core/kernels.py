@@ -34,7 +34,7 @@ def norm_backward(dout_NE: Tensor, x_NE: Tensor, inverse_N1: Tensor, weight_E: T
     rows, width = x_NE.shape
     block, tile = _row_tile(width)
     # Each program sums the weight's gradient over the rows it goes through; what is left is a sum over programs.
-    programs = min(triton.cdiv(rows, tile), 4 * _processors(x_NE.device))
+    programs = min(triton.cdiv(rows, tile), 8 * _processors(x_NE.device))
     dx_NE, partial = torch.empty_like(x_NE), x_NE.new_empty((programs, width), dtype=torch.float32)
     with torch.cuda.device_of(x_NE):
         _norm_backward_kernel[(programs,)](
@@ -114,18 +114,18 @@ def _norm_backward_kernel(
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)[None, :]
     factor = tl.load(weight + column, mask=column < E, other=0.0).to(tl.float32) + offset
-    dweight = tl.zeros((1, BLOCK), dtype=tl.float32)
-    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+    dweight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=3):
         row = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         inside = (row < rows) & (column < E)
         scale = tl.load(inverse + row, mask=row < rows, other=0.0)
         unit = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32) * scale
         upstream = tl.load(dout + row * dout_stride + column, mask=inside, other=0.0).to(tl.float32)
-        dweight += tl.sum(upstream * unit, axis=0, keep_dims=True)
+        dweight += upstream * unit
         dunit = upstream * factor
         projection = tl.sum(dunit * unit, axis=1, keep_dims=True) / E
         tl.store(dx + row * E + column, scale * (dunit - unit * projection), mask=inside)
-    tl.store(partial + tl.program_id(0) * E + column, dweight, mask=column < E)
+    tl.store(partial + tl.program_id(0) * E + column, tl.sum(dweight, axis=0, keep_dims=True), mask=column < E)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ the last layers keep is freed first in backward, and what the first ones keep ha
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -48,40 +49,48 @@ class Step:
 @dataclass(frozen=True)
 class Plan:
     policies: tuple[LayerPolicy, ...]
-    chunk_size: int
+    chunk_sizes: tuple[int, ...]  # of each layer
     peak_bytes: float
     host_bytes: float
 
     def __str__(self) -> str:
-        counts: dict[str, int] = {}
-        for policy in self.policies:
-            counts[str(policy)] = counts.get(str(policy), 0) + 1
-        kinds = ", ".join(f"{count} x {name}" for name, count in counts.items())
-        return f"{kinds}; chunks of {self.chunk_size} tokens; about {readable(self.peak_bytes)} on the device" + (
+        kinds = ", ".join(f"{count} x {policy}" for policy, count in Counter(self.policies).items())
+        small, large = min(self.chunk_sizes), max(self.chunk_sizes)
+        chunks = f"chunks of {small} tokens"
+        if small != large:
+            chunks += f", of {large} in {self.chunk_sizes.count(large)} layers"
+        return f"{kinds}; {chunks}; about {readable(self.peak_bytes)} on the device" + (
             f" and {readable(self.host_bytes)} on the host" if self.host_bytes else ""
         )
 
 
-def predicted_peak(step: Step, policies: Sequence[LayerPolicy], chunk_size: int) -> float:
+def predicted_peak(step: Step, policies: Sequence[LayerPolicy], chunk_sizes: Sequence[int]) -> float:
     """Device bytes at the worst moment: when the head works, in the backward pass of one of the layers, or at its end."""
-    kept = {policy: _kept_bytes(step, policy) for policy in set(policies)}
-    held, peak = 0.0, step.head_gradient_bytes + _finished(step, 0) + step.embedding_bytes
-    for index, policy in enumerate(policies):
-        held += 0.0 if policy.on_host else kept[policy]
-        left = step.head_gradient_bytes + _finished(step, index + 1)
-        peak = max(peak, held + left + UNFORESEEN * _worst_in_layer(step.costs, step.shape, policy, chunk_size))
-    peak = max(peak, held + UNFORESEEN * step.head_bytes)
-    return step.resident_bytes + peak
+    *around, at_head = _held_around(step, policies)
+    gradients = step.resident_bytes + step.head_gradient_bytes + step.layers * step.layer_gradient_bytes
+    return max(
+        at_head + UNFORESEEN * step.head_bytes,
+        gradients + step.embedding_bytes,
+        *(
+            held + _worst_in_layer(step.costs, step.shape, policy, size)
+            for held, policy, size in zip(around, policies, chunk_sizes, strict=True)
+        ),
+    )
 
 
-def _finished(step: Step, first: int) -> float:
-    """Gradients of the layers from `first` on."""
-    return (step.layers - first) * step.layer_gradient_bytes
+def _held_around(step: Step, policies: Sequence[LayerPolicy]) -> list[float]:
+    """Of each layer, what there is beside it when its backward runs; and at last what there is when the head works."""
+    kept = {policy: 0.0 if policy.on_host else _kept_bytes(step, policy) for policy in set(policies)}
+    below, held = step.resident_bytes, []
+    for finished, policy in zip(range(step.layers - 1, -1, -1), policies, strict=True):
+        below += kept[policy]
+        held.append(below + step.head_gradient_bytes + finished * step.layer_gradient_bytes)
+    return [*held, below]
 
 
 @functools.lru_cache(maxsize=1024)
 def _worst_in_layer(costs: LayerCosts, shape: Shape, policy: LayerPolicy, chunk_size: int) -> float:
-    return max(sum(parts.values()) for parts in layer_moments(costs, shape, policy, chunk_size).values())
+    return UNFORESEEN * max(sum(parts.values()) for parts in layer_moments(costs, shape, policy, chunk_size).values())
 
 
 def _kept_bytes(step: Step, policy: LayerPolicy) -> float:
@@ -101,6 +110,7 @@ def regular_chunk(batch: int, sequence: int, tokens: int) -> int:
     return min(sequence, max(1, tokens // batch))
 
 
+@functools.lru_cache(maxsize=64)
 def choose_plan(
     step: Step, *, keep: str, offload: str, chunk_size: int | None, budget_bytes: float, host_budget_bytes: float
 ) -> tuple[Plan, bool]:
@@ -110,17 +120,30 @@ def choose_plan(
     """
     groups = [LARGE_CHUNKS, *((tokens,) for tokens in SMALL_CHUNKS)]
     sizes = [[regular_chunk(step.shape.rows, step.shape.sequence, tokens) for tokens in group] for group in groups]
+    large = sizes[0][0] if chunk_size is None else chunk_size
     smallest: Plan | None = None
     for group in sizes if chunk_size is None else [[chunk_size]]:
         for policies in _candidates(step, keep, offload, host_budget_bytes):
             for size in group:
-                plan = Plan(tuple(policies), size, predicted_peak(step, policies, size), host_bytes(step, policies))
+                chunks = _chunk_sizes(step, policies, size, large, budget_bytes)
+                plan = Plan(tuple(policies), chunks, predicted_peak(step, policies, chunks), host_bytes(step, policies))
                 if plan.peak_bytes <= budget_bytes and plan.host_bytes <= host_budget_bytes:
                     return plan, True
                 if plan.host_bytes <= host_budget_bytes and (smallest is None or plan.peak_bytes < smallest.peak_bytes):
                     smallest = plan
     assert smallest is not None or offload == "host", "a plan without the host needs none of it"
     return smallest or plan, False
+
+
+def _chunk_sizes(step: Step, policies: Sequence[LayerPolicy], small: int, large: int, budget_bytes: float) -> tuple[int, ...]:
+    """Of each layer: large ones where there is room for them, as in the last layers, before gradients have come together."""
+    if small == large:
+        return (small,) * step.layers
+    around = _held_around(step, policies)
+    return tuple(
+        large if held + _worst_in_layer(step.costs, step.shape, policy, large) <= budget_bytes else small
+        for held, policy in zip(around, policies, strict=False)
+    )
 
 
 def _candidates(step: Step, keep: str, offload: str, host_budget_bytes: float) -> Iterator[list[LayerPolicy]]:

@@ -166,7 +166,7 @@ class _DecoderCall:
                 run=run,
                 mask=mask,
                 backends=self.stream.backends,
-                chunk_size=plan.chunk_size,
+                chunk_size=plan.chunk_sizes[index],
                 policy=plan.policies[index],
                 host_store=self.stream.host_store,
                 exchange=self.sequences.exchange,
@@ -199,7 +199,8 @@ class _DecoderCall:
                     self.sequences.exchange,
                 )
             else:
-                self.plan = Plan((LayerPolicy("input"),) * len(self.layers), planner.chunk_size(*h_BTE.shape[:2]), 0.0, 0.0)
+                layers, chunk_size = len(self.layers), planner.chunk_size(*h_BTE.shape[:2])
+                self.plan = Plan((LayerPolicy("input"),) * layers, (chunk_size,) * layers, 0.0, 0.0)
         return self.plan
 
 

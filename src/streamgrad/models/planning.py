@@ -68,16 +68,17 @@ class Planner:
         if not self._must_measure(layers, h_BTE):
             keep = "input" if config.keep == "auto" else config.keep
             policies = (LayerPolicy(keep, on_host=config.offload == "host" and keep != "all"),) * len(layers)
-            self.latest = Plan(policies, self.chunk_size(batch, sequence), 0.0, 0.0)
+            self.latest = Plan(policies, (self.chunk_size(batch, sequence),) * len(layers), 0.0, 0.0)
             return self.latest
         costs = self._measured(layers[0], run, mask, backends, h_BTE, exchange)
         on_cuda = h_BTE.device.type == "cuda"
         # Without the first layer's input, which is counted with what layers keep, unless it is held as a leaf of the graph.
         own = 0 if h_BTE.is_leaf and h_BTE.requires_grad else h_BTE.nbytes
         resident = torch.cuda.memory_allocated(h_BTE.device) - own if on_cuda else _bytes_of(decoder)
-        limit = (1.0 - MARGIN) * device_budget_bytes(h_BTE.device) if on_cuda else float("inf")
+        # In round numbers, so that steps which are alike have the same plan, which then is found once.
+        limit = _floor((1.0 - MARGIN) * device_budget_bytes(h_BTE.device), 2**28) if on_cuda else float("inf")
         budget = min(limit, config.budget_bytes or float("inf"))
-        host = host_budget_bytes(held_bytes=store.total_bytes)
+        host = _floor(host_budget_bytes(held_bytes=store.total_bytes), 2**30)
         # Ranks that share a sequence exchange as often as they run attention: all must choose the same plan.
         resident, *missing = exchange.most(resident, -budget, -host)
         budget, host = (-number for number in missing)
@@ -159,6 +160,10 @@ class Planner:
             budget_bytes=budget,
             host_budget_bytes=host,
         )
+
+
+def _floor(count: float, unit: int) -> float:
+    return count // unit * unit if count < float("inf") else count
 
 
 def _bytes_of(decoder: Any) -> float:

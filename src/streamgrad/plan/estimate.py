@@ -229,7 +229,7 @@ class _Card:
             budget_bytes=0.0 if smallest else (1.0 - MARGIN) * self.device_bytes,
             host_budget_bytes=self.host_bytes,
         )
-        return plan, _worst(streamed_moments(load, plan.policies, plan.chunk_size, self._head_rows(load, plan)))
+        return plan, _worst(streamed_moments(load, plan.policies, plan.chunk_sizes, self._head_rows(load, plan)))
 
     def holds(self, plan: Plan | None, moment: Moment) -> bool:
         """Whether the worst moment of a step fits the GPU, and what its plan keeps on the host the host."""

@@ -75,8 +75,8 @@ class Workload:
         )
 
 
-def streamed_moments(load: Workload, policies: Sequence[LayerPolicy], chunk_size: int, head_rows: int) -> list[Moment]:
-    """Of a streamed step that follows a plan; `head_rows` is the head's chunk."""
+def streamed_moments(load: Workload, policies: Sequence[LayerPolicy], chunk_sizes: Sequence[int], head_rows: int) -> list[Moment]:
+    """Of a streamed step in which each layer keeps by its policy and has chunks of its size; `head_rows` is the head's chunk."""
     shape, tokens, costs = load.shape, load.tokens, load.shape.profile.costs
     kept = list(accumulate((_on_device(load, policy) for policy in policies), sum_of))
     # With adapters the embeddings are a leaf of the graph, made to require a gradient, and are held until backward reaches it.
@@ -85,7 +85,7 @@ def streamed_moments(load: Workload, policies: Sequence[LayerPolicy], chunk_size
     logits = head_rows * (shape.vocabulary * shape.itemsize + 4 * shape.width)
     head = head_parts(tokens * costs.input, logits, shape.head_trainable, shape.itemsize)
     moments = [Moment("the head", sum_of(always, kept[-1], head))]
-    for index, policy in enumerate(policies):
+    for index, (policy, chunk_size) in enumerate(zip(policies, chunk_sizes, strict=True)):
         below = sum_of(always, kept[index], {"gradients": load.gradients(shape.layers - 1 - index)})
         moments += [
             Moment(f"{name} in backward of layer {index}", sum_of(below, parts))
