@@ -166,7 +166,8 @@ class _DecoderCall:
                 run=run,
                 mask=mask,
                 backends=self.stream.backends,
-                chunk_size=plan.chunk_sizes[index],
+                # Dealt tokens lie in the order of their chunks, whatever a plan might find better.
+                chunk_size=self.sequences.exchange.chunk_size or plan.chunk_sizes[index],
                 policy=plan.policies[index],
                 host_store=self.stream.host_store,
                 exchange=self.sequences.exchange,
