@@ -180,7 +180,8 @@ def head_known_to_decoder(model: Any, head: nn.Module, *, tokens: int, config: S
     if installed is None:
         yield
         return
-    embedding = model.get_input_embeddings().weight
+    # Not `.weight`: ZeRO-3 gathers what is read outside of its module's call, for the whole step.
+    embedding = next(model.get_input_embeddings().parameters())
     tied = any(parameter is embedding for parameter in head.parameters())
     outside = {
         parameter: parameter.nbytes
