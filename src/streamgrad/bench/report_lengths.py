@@ -16,6 +16,7 @@ from streamgrad.bench.selection import (
     memory_series,
     paper_longest,
     partition_records,
+    steps_within_liger,
     token_bytes,
 )
 from streamgrad.bench.words import STEP_METHODS, fault_note, gb, markdown_table, ms, not_run, or_dash, origin, picture
@@ -52,18 +53,17 @@ def memory(records: Records, paper: dict[str, Any]) -> list[str]:
 
 def _within_liger(records: Records) -> list[str]:
     """Steps whose budget was what Liger took."""
-    within = [record for record in records["step"] if "--memory-budget liger" in record["command"]]
-    if not within:
+    pairs = steps_within_liger(records["step"])
+    if not pairs:
         return []
-    steps, rows = automatic_steps(records["step"]), []
-    for (length,), record in sorted(latest(within, "seq_len").items()):
-        liger = steps.get(("liger", length))
+    rows = []
+    for length, (record, liger) in pairs.items():
         plan = record["policy"]["plan"].split("; about")[0]
         rows.append([f"{length:,}", f"{ms(liger)}, {gb(liger)}", f"{ms(record)}, {gb(record)}", plan])
     return [
         "### Within the memory that Liger takes",
         markdown_table(["tokens", "Liger", "streamgrad, with that as its budget", "plan"], rows),
-        origin(within),
+        origin(record for pair in pairs.values() for record in pair),
     ]
 
 

@@ -60,6 +60,13 @@ def automatic_steps(records: Sequence[Record], *, batch: int = 1) -> dict[tuple[
     return latest(chosen, "method", "seq_len")
 
 
+def steps_within_liger(records: Sequence[Record]) -> dict[int, tuple[Record, Record]]:
+    """By length: the last step of streamgrad's whose budget was what Liger took, and that step of Liger's."""
+    within = latest((record for record in records if "--memory-budget liger" in record["command"]), "seq_len")
+    took = latest((record for record in records if record["method"] == "liger"), "seq_len", "peak_bytes")
+    return {length: (record, took[length, record["policy"]["memory_budget"]]) for (length,), record in sorted(within.items())}
+
+
 def has_faulty_peak(record: Record) -> bool:
     return record["peak_bytes"] in _FAULTY_PEAKS
 

@@ -25,6 +25,8 @@ MARGIN, UNFORESEEN = 0.05, 1.03
 # Tokens of a batch in a chunk. Beyond 16,384 nothing gets faster; below 6,144 matrix products do not fill a large GPU, so smaller
 # ones come after every other way to save memory.
 LARGE_CHUNKS, SMALL_CHUNKS = (16_384, 12_288, 8192, 6144), (4096, 2048, 1024, 512, 256)
+# Where nothing is known about memory.
+USUAL_CHUNK = 8192
 
 
 def readable(count: float) -> str:

@@ -15,7 +15,7 @@ from streamgrad.config import StreamConfig
 from streamgrad.core.exchange import Exchange
 from streamgrad.core.machine import device_budget_bytes, host_budget_bytes
 from streamgrad.core.moments import LayerCosts, LayerPolicy, Shape, embedding_parts, head_parts
-from streamgrad.core.policy import LARGE_CHUNKS, MARGIN, Plan, Step, choose_plan, readable, regular_chunk
+from streamgrad.core.policy import MARGIN, USUAL_CHUNK, Plan, Step, choose_plan, readable, regular_chunk
 from streamgrad.core.probe import PROBED_TOKENS, measured_costs
 from streamgrad.core.storage import HostStore
 from streamgrad.head.rows import SHORTEST_CHUNK
@@ -49,7 +49,7 @@ class Planner:
     def chunk_size(self, batch: int, sequence: int) -> int:
         """Where no budget decides it."""
         given = self.config.chunk_size
-        return given if isinstance(given, int) else regular_chunk(batch, sequence, LARGE_CHUNKS[-1])
+        return given if isinstance(given, int) else regular_chunk(batch, sequence, USUAL_CHUNK)
 
     def plan(
         self,
