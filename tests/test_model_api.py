@@ -87,11 +87,14 @@ def test_gradients_through_the_bare_decoder_are_exact(model):
         assert_same_step(run_step(model, batch, forward=own_loss), run_step(stock(), batch, forward=own_loss), 1e-10)
 
 
-def test_return_dict_false_leaves_the_logits_out(model):
+def test_a_tuple_has_none_in_place_of_the_logits(model):
+    """So that what follows them stands where it does in a stock model's."""
     batch = batches.plain(model)
-    output = model(**batch, return_dict=False)
-    assert output[0].requires_grad
-    assert all(isinstance(item, torch.Tensor) for item in output)
+    options = {"return_dict": False, "output_hidden_states": True, "use_cache": False}
+    output = model(**batch, **options)
+    assert output[0].requires_grad and output[1] is None
+    expected = stock()(**batch, **options)
+    assert len(output) == len(expected) and len(output[2]) == len(expected[2])
 
 
 @pytest.mark.parametrize("streamed_eval", [False, True])

@@ -177,7 +177,7 @@ def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream,
         except SeamError as error:
             raise ValueError(f"{type(model).__name__} cannot be streamed: {error}.") from error
     if isinstance(output, tuple):
-        return tuple(item for item in output if not isinstance(item, LogitsPlaceholder))
+        return tuple(None if isinstance(item, LogitsPlaceholder) else item for item in output)
     output["logits"] = None
     return output
 
