@@ -148,7 +148,7 @@ def measure_cells(
     for cell in chosen:
         has_copy = cell.objective != "sft" and cell.training == "full"
         ballast = ballast_of_missing_layers(cell.model, offload=offload, has_copy=has_copy)
-        with _capped(card_bytes):
+        with capped(card_bytes):
             yield from measure_steps(
                 model=cell.model,
                 lengths=[int(factor * cell.tokens)],
@@ -168,7 +168,7 @@ def measure_cells(
 
 
 @contextmanager
-def _capped(limit_bytes: int) -> Iterator[None]:
+def capped(limit_bytes: int) -> Iterator[None]:
     """Within the block, the process may hold at most `limit_bytes` of the device."""
     _, total = torch.cuda.mem_get_info()
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total))

@@ -12,7 +12,7 @@ from typing import Any
 
 from streamgrad.bench.paper import read_paper
 from streamgrad.bench.plots import draw_plots
-from streamgrad.bench.report_lengths import longest, memory, mini_sequences, partitions, small_card
+from streamgrad.bench.report_lengths import longest, memory, mini_sequences, partitions, predicted, small_card
 from streamgrad.bench.selection import Record, Records, automatic_steps, latest, read_records
 from streamgrad.bench.words import STEP_METHODS, TIMED_METHODS, gb, markdown_table, ms, not_run, or_dash, origin, picture
 
@@ -219,5 +219,6 @@ SECTIONS: tuple[tuple[str, Callable[[Records, dict[str, Any]], list[str]]], ...]
     ("Linear example", _linear),
     ("Gradient precision", _precision),
     ("A card of 24 GB", small_card),
+    ("Longest sequences, predicted and found", predicted),
     ("Beyond the paper: the head alone", _head),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from streamgrad.bench.lengths import TRL_CELLS
+from streamgrad.bench.predicted import found_in
 from streamgrad.bench.selection import (
     Record,
     Records,
@@ -184,6 +185,22 @@ def partitions(records: Records, paper: dict[str, Any]) -> list[str]:
         markdown_table(["model", "tokens", "chunk", "step", "peak"], lines),
         origin(used),
     ]
+
+
+def predicted(records: Records, paper: dict[str, Any]) -> list[str]:
+    said = [
+        "`streamgrad plan` predicts the longest sequence that fits a card. Each of these was run below its prediction and above "
+        "it, whole, under the cap that is named; where the first fits and the second does not, the true length lies between."
+    ]
+    found = found_in(records["predicted"])
+    if not found:
+        return [*said, not_run("there is no record (`bench predicted`)")]
+    lines = []
+    for each in found:
+        own = each.configuration
+        between = [or_dash(tokens, "{:,} tokens") for tokens in (each.fitted, each.failed)]
+        lines.append([f"{own.model} {own.training}", own.offload, own.gpu_memory, *between])
+    return [*said, markdown_table(["model", "offload", "cap", "fitted", "did not fit"], lines), origin(records["predicted"])]
 
 
 def small_card(records: Records, paper: dict[str, Any]) -> list[str]:

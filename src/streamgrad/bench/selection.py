@@ -19,7 +19,7 @@ from streamgrad.models.presets import preset_config
 Record = dict[str, Any]
 Records = dict[str, list[Record]]  # by the name of their file
 
-STEP_FILES = ("step", "memory", "max_length", "partition")
+STEP_FILES = ("step", "memory", "max_length", "partition", "predicted")
 FILES = (*STEP_FILES, "linear", "precision", "head")
 SMALL_CARD = 24 * 2**30
 _AUTOMATIC = ("chunk_size", "keep", "offload")

@@ -20,6 +20,7 @@ from streamgrad.bench import head as head_bench
 from streamgrad.bench import lengths as lengths_bench
 from streamgrad.bench import linear
 from streamgrad.bench import precision as precision_bench
+from streamgrad.bench import predicted as predicted_bench
 from streamgrad.bench import step as step_bench
 from streamgrad.bench.records import RESULTS, Session, append_records, rows_in
 from streamgrad.bench.report import REPORT, write_report
@@ -312,6 +313,28 @@ def bench_max_length(
         lengths_bench.measure_cells, chosen, factor=factor, offload=offload, card_bytes=parse_bytes(gpu_memory), command=command
     )
     _run_steps(measure, out, cells=len(chosen), resume=resume)
+
+
+@bench.command("predicted")
+def bench_predicted(
+    model: Annotated[str | None, typer.Option(help="A preset; one configuration then. Without it, twelve of them.")] = None,
+    training: Annotated[str, typer.Option(help="With --model: full or lora.")] = "full",
+    offload: Annotated[str, typer.Option(help="With --model: as for streamgrad.enable.")] = "none",
+    gpu_memory: Annotated[str, typer.Option(help="With --model: what the process may hold.")] = "24GiB",
+    resume: Annotated[bool, typer.Option("--resume", help=_RESUME)] = False,
+    out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = RESULTS / "predicted.jsonl",
+) -> None:
+    """Whether the longest sequence that `streamgrad plan` predicts is the longest that runs: a step below it, and one above.
+
+    **Examples**
+
+    `python -m streamgrad bench predicted`
+
+    `python -m streamgrad bench predicted --model qwen3-4b --training lora --gpu-memory 16GiB`
+    """
+    one = [] if model is None else [predicted_bench.Configuration(model, training, gpu_memory, offload)]
+    chosen = one or predicted_bench.CONFIGURATIONS
+    _run_steps(partial(predicted_bench.measure_all, chosen), out, cells=2 * len(chosen), resume=resume)
 
 
 @bench.command("precision")

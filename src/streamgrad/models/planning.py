@@ -76,7 +76,7 @@ class Planner:
         own = 0 if h_BTE.is_leaf and h_BTE.requires_grad else h_BTE.nbytes
         resident = torch.cuda.memory_allocated(h_BTE.device) - own if on_cuda else _bytes_of(decoder)
         # In round numbers, so that steps which are alike have the same plan, which then is found once.
-        limit = _floor((1.0 - MARGIN) * device_budget_bytes(h_BTE.device), 2**28) if on_cuda else float("inf")
+        limit = _floor((1.0 - MARGIN) * device_budget_bytes(h_BTE.device), 2**26) if on_cuda else float("inf")
         budget = min(limit, config.budget_bytes or float("inf"))
         host = _floor(host_budget_bytes(held_bytes=store.total_bytes), 2**30)
         # Ranks that share a sequence exchange as often as they run attention: all must choose the same plan.
@@ -110,7 +110,7 @@ class Planner:
             return True
         if h_BTE.device.type != "cuda" or len({next(layer.parameters()).device for layer in layers}) > 1:
             return False
-        return config.keep == "auto" or config.offload == "auto" or config.offload == "host"
+        return config.keep == "auto" or config.offload != "none" or config.chunk_size == "auto"
 
     def _measured(
         self, layer: nn.Module, run: Callable[..., Tensor], mask: object, backends: list, h_BTE: Tensor, exchange: Exchange

@@ -1,0 +1,109 @@
+"""Whether the longest sequence that `streamgrad plan` predicts is the longest that runs.
+
+A configuration is run at 0.96 and at 1.05 times the prediction, under a cap on device memory. Where the first step fits and the
+second does not, the true longest length lies between, and the prediction is within 5 per cent of it wherever it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from streamgrad.bench.lengths import capped
+from streamgrad.bench.records import EVERYTHING, Session
+from streamgrad.bench.step import StepRecord, measure_steps
+from streamgrad.config import StreamConfig, parse_bytes
+from streamgrad.plan.estimate import estimate
+
+BELOW, ABOVE = 0.96, 1.05
+# No configuration needs as much; the machine must have it.
+HOST_MEMORY = "100GiB"
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A whole model on a card of `gpu_memory`; what is not named here is left to auto."""
+
+    model: str
+    training: str
+    gpu_memory: str
+    offload: str = "none"
+
+    def longest_tokens(self) -> int:
+        report = estimate(
+            self.model, method=self.training, gpu_memory=self.gpu_memory, host_memory=HOST_MEMORY,
+            offload=self.offload, optimizer="none",
+        )  # fmt: skip
+        return report.streamed.longest_tokens
+
+    def measure(self, session: Session = EVERYTHING) -> Iterator[StepRecord]:
+        tokens = self.longest_tokens()
+        with capped(parse_bytes(self.gpu_memory)):
+            yield from measure_steps(
+                model=self.model,
+                lengths=[int(BELOW * tokens), int(ABOVE * tokens)],
+                methods=["streamgrad"],
+                config=StreamConfig(offload=self.offload),
+                runs=1,
+                warm_ups=0,
+                training=self.training,
+                command=self.command,
+                benchmark="predicted",
+                session=session,
+            )
+
+    @property
+    def command(self) -> str:
+        return (
+            f"python -m streamgrad bench predicted --model {self.model} --training {self.training} --offload {self.offload} "
+            f"--gpu-memory {self.gpu_memory}"
+        )
+
+
+# Of whole models, in memory that is small enough for steps of seconds.
+CONFIGURATIONS = (
+    Configuration("qwen3-0.6b", "full", "8GiB"),
+    Configuration("qwen3-0.6b", "lora", "6GiB"),
+    Configuration("qwen3-1.7b", "full", "16GiB"),
+    Configuration("qwen3-1.7b", "lora", "10GiB"),
+    Configuration("qwen3-4b", "full", "24GiB"),
+    Configuration("qwen3-4b", "lora", "16GiB"),
+    Configuration("qwen3-8b", "lora", "24GiB"),
+    Configuration("llama-3.1-8b", "lora", "24GiB"),
+    Configuration("gemma-3-1b", "full", "8GiB"),
+    Configuration("gemma-3-1b", "lora", "6GiB"),
+    Configuration("gemma-3-1b", "full", "6GiB", offload="auto"),
+    Configuration("gemma-3-1b", "lora", "4GiB", offload="auto"),
+)
+
+
+def measure_all(chosen: Sequence[Configuration], session: Session = EVERYTHING) -> Iterator[StepRecord]:
+    return chain.from_iterable(configuration.measure(session) for configuration in chosen)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one configuration: the longest step that fitted, and the shortest that did not."""
+
+    configuration: Configuration
+    fitted: int | None
+    failed: int | None
+
+    def holds(self, predicted: int) -> bool:
+        """Whether a prediction is within 5 per cent of the true longest length, which lies between the two."""
+        return self.fitted is not None and self.failed is not None and 0.95 * self.failed <= predicted <= 1.05 * self.fitted
+
+
+def found_in(records: Sequence[dict[str, Any]]) -> list[Found]:
+    """What rows of predicted.jsonl say, configuration by configuration."""
+    known = {configuration.command: configuration for configuration in CONFIGURATIONS}
+    found = []
+    for command, configuration in known.items():
+        own = [record for record in records if record["command"] == command]
+        fitted = [record["seq_len"] for record in own if record["error"] is None]
+        failed = [record["seq_len"] for record in own if record["error"] is not None]
+        if own:
+            found.append(Found(configuration, max(fitted, default=None), min(failed, default=None)))
+    return found
