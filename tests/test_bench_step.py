@@ -285,3 +285,14 @@ def test_a_record_of_something_else_is_not_resumed_from(tiny_preset, field, valu
 def test_numbers_that_are_none(on_cpu):
     result = on_cpu("step --seq 6k")
     assert isinstance(result.exception, ValueError) and "'6k' is not a list of whole numbers" in str(result.exception)
+
+
+def test_a_step_under_fsdp2(tiny_preset):
+    """With one rank. The step and its memory are there, and the group can be left."""
+    options = tiny_preset | {"methods": ["streamgrad", "streamgrad-fsdp2"]}
+    try:
+        alone, sharded = step.measure_steps(**options)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert (alone.method, sharded.method) == ("streamgrad", "streamgrad-fsdp2")
+    assert sharded.error is None and sharded.step_ms > 0 and sharded.policy["plan"] == alone.policy["plan"]

@@ -1,4 +1,4 @@
-"""The methods that streamgrad is measured beside, set up as their authors would.
+"""The methods that streamgrad is measured beside, and an engine that it is measured under, set up as their authors would.
 
 `mst` is the Mini-Sequence Transformer (Luo et al. 2024, arXiv 2407.15892), in plain PyTorch from its description: gradient
 checkpointing, the MLP run on one piece of the sequence after the other, and head and cross entropy likewise, with each piece's
@@ -13,7 +13,10 @@ import importlib
 from types import MethodType
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -34,6 +37,16 @@ def apply_liger(model_type: str, *, fused_loss: bool) -> None:
     if patch is None:
         raise ValueError(f"liger-kernel has no kernels for {model_type}. Leave the methods with liger out.")
     patch(fused_linear_cross_entropy=fused_loss)
+
+
+def shard_for_one_rank(network: PreTrainedModel, device: torch.device) -> None:
+    """FSDP2 as for several GPUs, with this process as the only rank: what the engine itself costs a step."""
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh(device.type, (1,))
+    for unit in [*decoder_layers(network.get_decoder()), network]:
+        fully_shard(unit, mesh=mesh)
 
 
 def split_mlps(network: PreTrainedModel) -> None:

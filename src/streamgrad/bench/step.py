@@ -20,7 +20,14 @@ from transformers import PreTrainedModel
 
 import streamgrad
 from streamgrad.bench.objective import OBJECTIVES
-from streamgrad.bench.peers import HEAD_PIECES, MLP_PIECE_TOKENS, apply_liger, mini_sequence_loss, split_mlps
+from streamgrad.bench.peers import (
+    HEAD_PIECES,
+    MLP_PIECE_TOKENS,
+    apply_liger,
+    mini_sequence_loss,
+    shard_for_one_rank,
+    split_mlps,
+)
 from streamgrad.bench.records import EVERYTHING, Session, device_name, median_ms, rows_in, versions
 from streamgrad.config import StreamConfig
 from streamgrad.core.chunk import KEYS_AT_ONCE
@@ -28,9 +35,9 @@ from streamgrad.core.live import peak_bytes_of
 from streamgrad.models.forwards import InstalledForward
 from streamgrad.models.presets import preset_config, preset_model
 
-METHODS = ("hf", "mst", "liger", "liger-offload", "streamgrad", "streamgrad-liger")
+METHODS = ("hf", "mst", "liger", "liger-offload", "streamgrad", "streamgrad-fsdp2", "streamgrad-liger")
 # Liger patches transformers for the whole process: its kernels come after everything else, its fused loss last.
-_ORDER = ("hf", "mst", "streamgrad", "streamgrad-liger", "liger", "liger-offload")
+_ORDER = ("hf", "mst", "streamgrad", "streamgrad-fsdp2", "streamgrad-liger", "liger", "liger-offload")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +141,8 @@ def measure_steps(
             network.gradient_checkpointing_enable(offload=method == "liger-offload")
         if method == "mst":
             split_mlps(network)
+        if method == "streamgrad-fsdp2":
+            shard_for_one_rank(network, device)
         for cell, used in pending:
             batch, length = cell["batch"], cell["seq_len"]
             session.tell(f"{model} {method} at {batch} x {length:,}")
