@@ -15,6 +15,7 @@ from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 from streamgrad.config import StreamConfig
 from streamgrad.models.support import unwrap
 from streamgrad.trl.scoring import streamed_head_in
+from streamgrad.trl.ulysses import prepare_shared_sequences
 
 
 class _Streamed:
@@ -38,6 +39,7 @@ class _Streamed:
                 "which needs the router logits of all tokens at once and cannot be streamed. Pass router_aux_loss_coef=0.0 in "
                 "the trainer's arguments to train without it."
             )
+        prepare_shared_sequences(trainer)
 
 
 class StreamSFTTrainer(_Streamed, SFTTrainer):
