@@ -26,4 +26,4 @@ trainer = StreamDPOTrainer(
 trainer.train()
 
 margins = [entry["rewards/margins"] for entry in trainer.state.log_history if "loss" in entry]
-print(f"reward margin: {margins[0]:.2f} -> {margins[-1]:.2f}")
+trainer.accelerator.print(f"reward margin: {margins[0]:.2f} -> {margins[-1]:.2f}")

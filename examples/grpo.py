@@ -25,4 +25,4 @@ trainer = StreamGRPOTrainer(
 trainer.train()
 
 rewards = [entry["reward"] for entry in trainer.state.log_history if "loss" in entry]
-print(f"reward: {rewards[0]:.2f} -> {rewards[-1]:.2f}")
+trainer.accelerator.print(f"reward: {rewards[0]:.2f} -> {rewards[-1]:.2f}")

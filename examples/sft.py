@@ -26,4 +26,4 @@ trainer = StreamSFTTrainer(
 trainer.train()
 
 losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-print(f"loss: {losses[0]:.2f} -> {losses[-1]:.2f}")
+trainer.accelerator.print(f"loss: {losses[0]:.2f} -> {losses[-1]:.2f}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,18 +28,23 @@ def one_line_errors() -> Iterator[None]:
     try:
         yield
     except (CheckFailed, ValueError, OSError) as error:
-        sys.exit(f"streamgrad: {_one_line(error)}")
+        sys.exit(f"{_rank()}streamgrad: {_one_line(error)}")
     except (RuntimeError, MemoryError) as error:
         import torch
 
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
             raise
-        sys.exit(f"streamgrad: out of memory: {_one_line(error)}")
+        sys.exit(f"{_rank()}streamgrad: out of memory: {_one_line(error)}")
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in _EXTRA:
             raise
         sys.exit(f'streamgrad: the command line needs {package}, which is not installed. Run: pip install "streamgrad[cli]"')
+
+
+def _rank() -> str:
+    """Of several processes that a launcher started, which one speaks; in the words of torch's tracebacks."""
+    return f"[rank{os.environ['RANK']}]: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ else ""
 
 
 def _one_line(error: Exception) -> str:

@@ -20,6 +20,7 @@ from streamgrad.cli.demo import TEXT
 _QUICK: dict[str, Any] = {
     "per_device_train_batch_size": 8, "max_steps": 60, "learning_rate": 2e-3, "logging_steps": 10, "save_strategy": "no",
     "report_to": ["none"], "bf16": False, "dataloader_pin_memory": False, "chunk_size": 64,
+    "use_cpu": not torch.accelerator.is_available(),
 }  # fmt: skip
 _QUICK_OF: dict[str, dict[str, Any]] = {
     "sft": {"max_steps": 150},
@@ -86,6 +87,8 @@ def run(objective: str, arguments: Sequence[str], console: Console) -> None:
     if logged:
         first, last = (f"{float(entry[shown]):.3f}" for entry in (logged[0], logged[-1]))
         console.print(f"{shown}: {first} at step {logged[0]['step']}, {last} at step {logged[-1]['step']}", soft_wrap=True)
+    if trainer.accelerator.num_processes > 1:
+        console.print(f"Trained by {trainer.accelerator.num_processes} processes: {trainer.accelerator.distributed_type.value}")
     console.print(f"Saved: {command.training.output_dir}", soft_wrap=True)
 
 

@@ -10,10 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import datasets
 import trl.rewards
 import yaml  # type: ignore[import-untyped]
+from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from datasets import load_dataset
 from datasets.exceptions import DatasetGenerationError
+from transformers.utils.logging import disable_progress_bar
 from trl import (
     DatasetMixtureConfig,
     DPOConfig,
@@ -124,6 +127,7 @@ class Command:
                 f"a count such as --num_generations is 0, and TRL divides by it ({error}). Pass at least 1."
             ) from error
         _check_counts(vars(training) | vars(model))
+        _check_launch(training)
         return cls(objective, script, training, model, mixture, _stream_config(stream))
 
     @property
@@ -176,6 +180,23 @@ def _check_counts(options: dict[str, Any]) -> None:
             raise ValueError(f"{name}={count} will not do: it counts something. Pass a whole number from 1 to {_LARGEST_COUNT}.")
 
 
+def _check_launch(training: Any) -> None:
+    """Raise where Accelerate, having found no GPU, would leave out what a launcher was asked for, and say nothing."""
+    started, state = int(os.environ.get("WORLD_SIZE", "1")), training.distributed_state
+    for engine in ("FSDP", "DEEPSPEED"):
+        asked = os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() == "true"
+        if asked and state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
+            raise ValueError(
+                f"the launcher was asked for {engine}, which Accelerate runs on GPUs alone, and there is none here. Without one, "
+                "launch with torchrun and pass --use_cpu: that is DDP on processors."
+            )
+    if started > state.num_processes:
+        raise ValueError(
+            f"{started} processes were started and Accelerate found no GPU for them, so each would train alone. Pass --use_cpu "
+            "to train together on processors."
+        )
+
+
 def _reward(name: str) -> Callable[..., Any]:
     if name == "get_soft_overlong_punishment":
         return trl.rewards.get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256)  # as in TRL's script
@@ -200,6 +221,9 @@ def train(command: Command, *, dataset: Any = None, reward_funcs: list[Any] | No
     """
     kind = OBJECTIVES[command.objective][0]
     training, model = command.training, command.model
+    if training.process_index != 0:  # the main process has the progress bars, as it has the log
+        datasets.disable_progress_bars()
+        disable_progress_bar()
     command.check_model()
     training.model_init_kwargs = {
         "revision": model.model_revision,
