@@ -252,6 +252,14 @@ def refusals() -> dict[str, str]:
     group, ids = dist.group.WORLD, tokens(1, 8)
     model = sequence_parallel(streamgrad.enable(tiny_model("llama"), chunk_size=4), group)
     ends = torch.tensor([0, 8], dtype=torch.int32)
+    padded = sequence_parallel(streamgrad.enable(tiny_model("llama"), chunk_size=4), group)
+    # The second rank's slice begins with hidden tokens, which see those of the first; the first rank's sees nothing.
+    mask = torch.ones(1, 8, dtype=torch.long)
+    mask[:, :3] = 0
+    padded_batch = {"input_ids": ids, "attention_mask": mask, "shift_labels": ids}
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    dynamic = tiny_model("llama", rope_parameters=scaling)
+    dynamic = sequence_parallel(streamgrad.enable(dynamic, chunk_size=4), group)
     few_heads = streamgrad.enable(tiny_model("llama", num_key_value_heads=1))
     with torch.no_grad():
         cache = streamgrad.disable(copy.deepcopy(model))(input_ids=ids, use_cache=True).past_key_values
@@ -265,6 +273,9 @@ def refusals() -> dict[str, str]:
         "cache": message(model, input_ids=ids, past_key_values=cache),
         "generation": message(model.generate, ids, max_new_tokens=2),
         "not enabled": message(sequence_parallel, tiny_model("llama"), group),
+        "rotary": message(dynamic, input_ids=ids),
+        "evaluation": message(model.eval(), input_ids=ids),
+        "targets": message(padded, **padded_batch, labels=padded_batch["shift_labels"]),
     }
 
 

@@ -78,17 +78,32 @@ def test_gradients_written_over_what_was_consumed(joint):
 
 
 @pytest.mark.parametrize("keep", ["input", "all"])
-def test_what_a_hook_has_seen_is_not_written_over(keep):
-    """A program may keep activations and look at them after backward."""
+@pytest.mark.parametrize("way", ["hook", "global hook", "nn.Linear.forward"])
+def test_what_a_program_has_seen_is_not_written_over(way, keep, monkeypatch):
+    """It may keep activations and look at them after backward."""
     model = tiny_model("llama")
     ids = torch.arange(24).reshape(1, 24)
     mlp = model.model.layers[0].mlp
     seen: list[torch.Tensor] = []
-    mlp.gate_proj.register_forward_hook(lambda module, args, output: seen.append(output))
     copies: list[torch.Tensor] = []
-    mlp.gate_proj.register_forward_hook(lambda module, args, output: copies.append(output.detach().clone()))
+
+    def watch(module, args, output):
+        if module is mlp.gate_proj:
+            seen.append(output)
+            copies.append(output.detach().clone())
+        return output
+
+    if way == "hook":
+        mlp.gate_proj.register_forward_hook(watch)
+    elif way == "global hook":
+        handle = nn.modules.module.register_module_forward_hook(watch)
+    else:
+        stock = nn.Linear.forward
+        monkeypatch.setattr(nn.Linear, "forward", lambda module, x: watch(module, (x,), stock(module, x)))
     streamgrad.enable(model, chunk_size=8, keep=keep, compile="on")
     model(input_ids=ids, labels=ids).loss.backward()
+    if way == "global hook":
+        handle.remove()
     assert seen and all(torch.equal(output, copy) for output, copy in zip(seen, copies, strict=True))
 
 

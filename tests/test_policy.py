@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 import streamgrad
-from gradients import assert_same_step, run_step
+from gradients import assert_same_step, no_float32, run_step
 from streamgrad.config import parse_bytes
 from streamgrad.core.live import LiveBytes
 from streamgrad.core.moments import LayerCosts, LayerPolicy, Shape
@@ -140,6 +141,41 @@ def test_amounts_of_memory(text, count):
     else:
         with pytest.raises(ValueError, match="80GiB"):
             streamgrad.StreamConfig(memory_budget=text)
+
+
+# --- The probe ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "mistral"])
+def test_rows_that_are_all_padded_are_probed_too(family, side):
+    """The keys that the probed tokens see are not the tokens themselves."""
+    model, ids = tiny_model(family), tokens(2, 23)
+    mask = torch.ones_like(ids)
+    for row, real in enumerate((11, 7)):
+        mask[row, : 23 - real] = 0
+    mask = mask if side == "left" else mask.flip(1)
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[torch.arange(2), mask.argmax(1)] = -100  # the first real token would be predicted from padding
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    with no_float32():
+        expected = run_step(model, batch)
+        streamgrad.enable(model, memory_budget="1GiB", chunk_size=5)
+        assert_same_step(run_step(model, batch), expected, 1e-10)
+
+
+def test_a_probe_inside_of_checkpointing():
+    """Which runs the model again when anything that it saved is asked for, even inside its forward."""
+    model, ids = tiny_model("qwen3"), tokens(2, 23)
+    batch = {"input_ids": ids, "labels": ids}
+
+    def checkpointed(model, batch):
+        return checkpoint(lambda ids: model(input_ids=ids, labels=ids).loss, batch["input_ids"], use_reentrant=False)
+
+    with no_float32():
+        expected = run_step(model, batch)
+        streamgrad.enable(model, memory_budget="1GiB", chunk_size=5)
+        assert_same_step(run_step(model, batch, forward=checkpointed), expected, 1e-10)
 
 
 # --- Steps under a budget -----------------------------------------------------------------------------------------------

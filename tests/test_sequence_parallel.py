@@ -123,9 +123,13 @@ def test_refusals(subtests, two_ranks):
         "cache": ["past_key_values"],
         "generation": ["Call model.eval() to generate"],
         "not enabled": ["Call streamgrad.enable(model) before"],
+        "rotary": ["follows the longest position"],
+        "evaluation": ["Call model.train()"],
+        "targets": ["3 on rank 0. Set their shift_labels"],
     }.items():
         with subtests.test(name):
             assert all(needle in said[name] for needle in needles), said[name]
+    assert two_ranks[1]["refusals"]["targets"] == said["targets"], "one rank raises and the other waits"
 
 
 def test_ranks_that_disagree_are_told(subtests, two_ranks):

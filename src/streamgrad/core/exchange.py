@@ -63,6 +63,8 @@ class Ulysses(Exchange):
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
     def to_heads(self, tensor_BHLD: Tensor) -> Tensor:
+        if tensor_BHLD.shape[1] % self.ranks:
+            raise ValueError(f"{tensor_BHLD.shape[1]} heads cannot be shared by {self.ranks} ranks: each attends with as many.")
         # In chunks: of more than one, tokens that lie side by side here do not lie side by side in the sequence.
         parts = [self._swap(part, 1, 2) for part in tensor_BHLD.split(self.chunk_size, dim=2)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
@@ -72,21 +74,24 @@ class Ulysses(Exchange):
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
     def _swap(self, tensor: Tensor, cut: int, join: int) -> Tensor:
-        """Axis `cut` in P pieces, piece r to rank r; the pieces that arrive side by side along axis `join`."""
+        """Axis `cut` in P pieces, piece r to rank r; the pieces that arrive side by side along axis `join`.
+
+        Tokens before heads in memory, as projections make and take them.
+        """
         pieces = torch.stack(tensor.chunk(self.ranks, dim=cut))
         arrived = torch.empty_like(pieces)
         dist.all_to_all_single(arrived, pieces, group=self.group)
-        return torch.cat(arrived.unbind(0), dim=join)
+        return torch.cat([piece.transpose(1, 2) for piece in arrived.unbind(0)], dim=3 - join).transpose(1, 2)
 
     def own_heads(self, tensor_H: Tensor) -> Tensor:
         return tensor_H.chunk(self.ranks)[self.rank]
 
     def most(self, *numbers: float) -> tuple[float, ...]:
-        return tuple(max(of_ranks) for of_ranks in zip(*self._numbers_of_ranks(numbers), strict=True))
+        return tuple(max(of_ranks) for of_ranks in zip(*self.numbers_of_ranks(numbers), strict=True))
 
     def check_agreement(self, values: Mapping[str, int]) -> None:
         """Ranks that disagree would wait for each other for ever, or mix up their tokens."""
-        listed = self._numbers_of_ranks(tuple(values.values()))
+        listed = self.numbers_of_ranks(tuple(values.values()))
         for name, of_ranks in zip(values, zip(*listed, strict=True), strict=True):
             if len(set(of_ranks)) > 1:
                 numbers = ", ".join(f"{number:g}" for number in of_ranks)
@@ -96,7 +101,7 @@ class Ulysses(Exchange):
                     "way on every rank."
                 )
 
-    def _numbers_of_ranks(self, numbers: tuple[float, ...]) -> list[list[float]]:
+    def numbers_of_ranks(self, numbers: tuple[float, ...]) -> list[list[float]]:
         own = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         listed = [torch.empty_like(own) for _ in range(self.ranks)]
         dist.all_gather(listed, own, group=self.group)

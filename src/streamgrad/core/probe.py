@@ -8,7 +8,9 @@ Shapes: B batch, L tokens, E model width, G key/value heads, S keys, D head size
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,9 +89,10 @@ class _WatchedStream(KeyValueStream):
         self._gradients = dkey_BGSD, dvalue_BGSD
 
     def collect(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        assert self._gradients is not None
-        gradients, self._gradients = self._gradients, None
-        return gradients
+        """Of the right shape: what was deposited may be for other keys than the chunk's own, as where rows are padded."""
+        self._gradients = None
+        key_BGLD, value_BGLD = self.read(start, stop)
+        return torch.zeros_like(key_BGLD), torch.zeros_like(value_BGLD)
 
 
 @dataclass
@@ -129,7 +132,7 @@ class _Trial:
     def _alive(self, h_BLE: Tensor) -> tuple[int, int]:
         """The most that there was, and what there was when attention's backward had run."""
         dout_BLE = torch.zeros_like(h_BLE)
-        with LiveBytes() as live, torch.autograd.set_multithreading_enabled(False):
+        with _own_graph(), LiveBytes() as live, torch.autograd.set_multithreading_enabled(False):
             chunk = self._chunk(h_BLE, live)
             out_BLE = self.run(h_BLE, chunk)
             chunk.release()
@@ -142,6 +145,13 @@ class _Trial:
         length = h_BLE.shape[1]
         stream = _WatchedStream(self.exchange.ranks * (length + 1), live)
         return Chunk(0, length, stream, self.mask, self.backends, keep_attention=True, exchange=self.exchange)
+
+
+def _own_graph() -> AbstractContextManager[Any]:
+    """Within the block, what a graph saves is not handed to hooks of the program's: checkpointing's would run the model again."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):

@@ -54,8 +54,9 @@ def sequence_loss(loss: Tensor, targets: Tensor, group: dist.ProcessGroup, *, ig
     `loss` may be NaN where a rank has no target, as a mean over nothing is.
     """
     count = (targets != ignore_index).sum().to(loss.device)
-    totals = torch.stack([torch.where(count > 0, loss.detach() * count, 0.0), count.to(loss.dtype)])
+    wide = loss.to(torch.promote_types(loss.dtype, torch.float32))  # 16 bits cannot count a long sequence
+    totals = torch.stack([torch.where(count > 0, wide.detach() * count, 0.0), count.to(wide.dtype)])
     dist.all_reduce(totals, group=group)
     total, counts = totals.unbind(0)
-    own = torch.where(count > 0, loss, 0.0) * (dist.get_world_size(group) * count / counts)
-    return own + (total / counts - own).detach()
+    own = torch.where(count > 0, wide, 0.0) * (dist.get_world_size(group) * count / counts)
+    return (own + (total / counts - own).detach()).to(loss.dtype)

@@ -249,14 +249,18 @@ def _refuse_labels_to_be_shifted(model: Any, arguments: dict[str, Any]) -> None:
     """Where ranks share a sequence, the last token of a slice predicts the first of the next."""
     if arguments.get("labels") is None or arguments.get("shift_labels") is not None:
         return
-    decoder = model.get_decoder()
-    installed = InstalledForward.on(decoder)
-    if installed is not None and sequence_group(decoder, installed.stream.group) is not None:
+    if _shares_sequences(model):
         raise ValueError(
             "labels cannot be shifted inside the model where ranks share a sequence: the last token of a slice predicts the "
             "first of the next. Shift the labels of the whole sequence, and pass each rank its slice of them both as labels and "
             "as shift_labels."
         )
+
+
+def _shares_sequences(model: Any) -> bool:
+    decoder = model.get_decoder()
+    installed = InstalledForward.on(decoder)
+    return installed is not None and sequence_group(decoder, installed.stream.group) is not None
 
 
 def check_labels(model: Any, arguments: dict[str, Any]) -> None:
@@ -272,8 +276,8 @@ def check_labels(model: Any, arguments: dict[str, Any]) -> None:
             "token. Pass labels of the input's shape, -100 where nothing is to be predicted; they are shifted inside the model."
         )
     mask, ignore_index = arguments.get("attention_mask"), arguments.get("ignore_index", -100)
-    if not isinstance(mask, Tensor) or mask.shape[-1] != tokens.shape[1]:
-        return  # a mask of another length is refused where it is used
+    if not isinstance(mask, Tensor) or mask.shape[-1] != tokens.shape[1] or _shares_sequences(model):
+        return  # a mask of another length is refused where it is used, and slices are looked at where they come together
     predicts_BT = nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index) if shifted is None else shifted
     predicts_BT = predicts_BT != ignore_index
     bad = (predicts_BT & rows_without_keys(mask, sliding_window(model.config)).to(predicts_BT.device)).nonzero()

@@ -21,12 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers.masking_utils import find_packed_sequence_indices
 
-from streamgrad.attention.masks import CausalMask, DenseMask
+from streamgrad.attention.masks import CausalMask, DenseMask, rows_without_keys
 from streamgrad.config import KEEP_POLICIES
 from streamgrad.core.chunk import SeamError
 from streamgrad.core.exchange import ALONE, Exchange, Ulysses
 from streamgrad.models.masks import documents_of_sequence
 from streamgrad.models.planning import Planner
+from streamgrad.models.support import follows_length, sliding_window
 
 # What a model passes on to its decoder, and no decoder layer looks at.
 _OF_THE_LOSS = {"shift_labels", "num_items_in_batch"}
@@ -50,6 +51,11 @@ def sequence_group(decoder: Any, given: SequenceGroup | None) -> dist.ProcessGro
     called while streaming. As there, in training mode only: evaluation and generation have whole sequences.
     """
     if not decoder.training:
+        if given is not None and torch.is_grad_enabled():
+            raise ValueError(
+                "the model is in a group whose ranks share sequences, and in evaluation mode, in which it takes whole ones: "
+                "gradients of slices would be wrong. Call model.train(), or sequence_parallel(model, None) to leave the group."
+            )
         return None
     group = getattr(sys.modules.get(_DEEPSPEED_STATE), "_SEQUENCE_PARALLEL_GROUP", None) if given is None else given.group
     return None if group is None or dist.get_world_size(group) == 1 else group
@@ -65,6 +71,11 @@ def check_heads(config: Any, ranks: int) -> None:
             f"{heads} attention heads and {groups} key/value heads cannot be shared by {ranks} ranks: each rank attends with an "
             f"equal number of both. Let the number of ranks of a sequence divide {heads} and {groups}."
         )
+
+
+def _dtype_number(tensor: Tensor | None) -> int:
+    """Bytes of tensors of two dtypes would be taken for each other's."""
+    return 0 if tensor is None else sum(ord(letter) * 31**place for place, letter in enumerate(str(tensor.dtype)[6:14]))
 
 
 class WholeSequences:
@@ -102,6 +113,9 @@ class Slices(WholeSequences):
     @classmethod
     def of(cls, decoder: Any, arguments: dict[str, Any], group: dist.ProcessGroup, planner: Planner) -> Slices:
         _refuse(decoder, arguments)
+        for module in decoder.modules():
+            if follows_length(module):
+                raise SeamError(f"{type(module).__name__} follows the longest position it is shown, and a rank is shown its own")
         dealt, names = dict(arguments), ("input_ids", "inputs_embeds")
         name = next(name for name in names if arguments.get(name) is not None)
         tokens, positions, padding = arguments[name], arguments.get("position_ids"), arguments.get("attention_mask")
@@ -121,6 +135,9 @@ class Slices(WholeSequences):
                 "whether position_ids are passed": int(positions is not None),
                 "whether an attention_mask is passed": int(padding is not None),
                 "whether there is a memory_budget": int(planner.config.memory_budget is not None),
+                "dtype of input_ids": _dtype_number(arguments.get("input_ids")),
+                "dtype of position_ids": _dtype_number(positions),
+                "dtype of the model": _dtype_number(next(decoder.parameters())),
                 "whether gradients are computed": int(torch.is_grad_enabled()),
             }
         )  # fmt: skip
@@ -135,6 +152,7 @@ class Slices(WholeSequences):
         if padding is not None:
             padding_BT = exchange.gather((padding != 0).byte()).bool()
             dealt["attention_mask"] = padding_BT[:, exchange.positions_T]
+            _check_targets(arguments.get("shift_labels"), padding_BT, exchange, sliding_window(decoder.config))
         return cls(exchange, dealt, documents_BT, padding_BT)
 
     def masks(self) -> AbstractContextManager[None]:
@@ -153,6 +171,19 @@ class Slices(WholeSequences):
             return self.exchange.undeal(output[0]), *output[1:]
         output["last_hidden_state"] = self.exchange.undeal(output["last_hidden_state"])
         return output
+
+
+def _check_targets(targets_BT: Tensor | None, padding_BT: Tensor, exchange: Ulysses, window: int | None) -> None:
+    """As `models.causal_lm.check_labels` does for whole sequences; if one rank has such a target, all ranks raise."""
+    hidden_BT = rows_without_keys(padding_BT, window)[:, exchange.rank * exchange.length :][:, : exchange.length]
+    bad = 0 if targets_BT is None else int(((targets_BT != -100) & hidden_BT.to(targets_BT.device)).sum())
+    counts = exchange.numbers_of_ranks((bad,))
+    if any(count for (count,) in counts):
+        raise ValueError(
+            "labels would be predicted from tokens from which the attention mask hides every key, which is noise: "
+            + ", ".join(f"{count:g} on rank {rank}" for rank, (count,) in enumerate(counts) if count)
+            + ". Set their shift_labels to -100 (with left padding: those of padding tokens), or pad on the right."
+        )
 
 
 def _refuse(decoder: Any, arguments: dict[str, Any]) -> None:

@@ -22,6 +22,9 @@ from transformers import activations
 from streamgrad.core.fused import Norm, gated, rms_norm, rotary
 from streamgrad.models.forwards import temporary_attribute
 
+# A program may have put its own in their place.
+_LINEAR = nn.Linear, nn.Linear.forward, nn.Module.__call__
+
 
 class Fusion:
     """The fused parts among some modules, say those of one layer, as they stand now."""
@@ -264,9 +267,11 @@ def _fused_joint_mlp(
 
 
 def _nobody_watches(module: nn.Module) -> bool:
-    """Whether a linear map's output is in nobody's hands but the caller's: no hook saw it, and its class keeps none."""
+    """Whether a linear map's output is in nobody's hands but the caller's: no hook or mode saw it, and its class keeps none."""
     hooks = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks or _module._global_forward_hooks
-    return type(module) is nn.Linear and "forward" not in module.__dict__ and not hooks
+    watched = hooks or torch._C._len_torch_function_stack()
+    as_torch_has_it = (type(module), nn.Linear.forward, nn.Module.__call__) == _LINEAR and "forward" not in module.__dict__
+    return as_torch_has_it and not watched
 
 
 def _activation_of(module: nn.Module) -> str | None:

@@ -80,7 +80,7 @@ def layer_refusals(layers: list[nn.Module]) -> Iterator[str]:
             reason = _class_refusal(type(module))  # type: ignore[arg-type]
             if reason is not None and (module is not layer or not isinstance(module, FSDPModule)):
                 yield reason.format(place=place, layer=name)
-            if own.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
+            if follows_length(module):
                 yield f"{place} is inside the layer and depends on the sequence length ({module.rope_type} rotary embedding)"
             variants = own.get("lora_variant")
             if isinstance(variants, dict) and any("ALora" in getattr(v, "__name__", str(v)) for v in variants.values()):
@@ -104,6 +104,12 @@ def _class_refusal(kind: type) -> str | None:
     if issubclass(kind, FSDPModule):
         return "fully_shard was applied to modules inside {layer}; apply it to {layer} as a whole"
     return None
+
+
+def follows_length(module: nn.Module) -> bool:
+    """Whether it is a rotary embedding whose frequencies follow the longest position that it is shown."""
+    kinds = module.__dict__.get("rope_type")
+    return any(kind in _LENGTH_DEPENDENT_ROPE for kind in (kinds.values() if isinstance(kinds, dict) else (kinds,)))
 
 
 def modules_outside(root: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
