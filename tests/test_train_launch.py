@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 
 BATCH = 4
 ROWS = 4 * BATCH  # epochs of 4 batches, with one process, with two that have half of each, and with two that share them
-STEPS = 6
+STEPS = 2 * ROWS // BATCH  # two whole epochs: one step less in either would be seen
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness, it was the "
 # Plain SGD, so that weights differ by what gradients do. 65 tokens: two ranks that share a sequence have to pad it.
 SETTINGS = {
