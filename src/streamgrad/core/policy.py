@@ -68,26 +68,24 @@ class Plan:
 
 def predicted_peak(step: Step, policies: Sequence[LayerPolicy], chunk_sizes: Sequence[int]) -> float:
     """Device bytes at the worst moment: when the head works, in the backward pass of one of the layers, or at its end."""
-    *around, at_head = _held_around(step, policies)
+    around, at_head = _held_around(step, policies)
+    work = {each: _worst_in_layer(step.costs, step.shape, *each) for each in set(zip(policies, chunk_sizes, strict=True))}
     gradients = step.resident_bytes + step.head_gradient_bytes + step.layers * step.layer_gradient_bytes
     return max(
         at_head + UNFORESEEN * step.head_bytes,
         gradients + step.embedding_bytes,
-        *(
-            held + _worst_in_layer(step.costs, step.shape, policy, size)
-            for held, policy, size in zip(around, policies, chunk_sizes, strict=True)
-        ),
+        *(held + work[each] for held, each in zip(around, zip(policies, chunk_sizes, strict=True), strict=True)),
     )
 
 
-def _held_around(step: Step, policies: Sequence[LayerPolicy]) -> list[float]:
-    """Of each layer, what there is beside it when its backward runs; and at last what there is when the head works."""
+def _held_around(step: Step, policies: Sequence[LayerPolicy]) -> tuple[list[float], float]:
+    """Of each layer, what there is beside it when its backward runs; and what there is when the head works."""
     kept = {policy: 0.0 if policy.on_host else _kept_bytes(step, policy) for policy in set(policies)}
     below, held = step.resident_bytes, []
     for finished, policy in zip(range(step.layers - 1, -1, -1), policies, strict=True):
         below += kept[policy]
         held.append(below + step.head_gradient_bytes + finished * step.layer_gradient_bytes)
-    return [*held, below]
+    return held, below
 
 
 @functools.lru_cache(maxsize=1024)
@@ -121,7 +119,7 @@ def choose_plan(
     `keep` and `offload` are `StreamConfig`'s; `chunk_size` is None for auto.
     """
     groups = [LARGE_CHUNKS, *((tokens,) for tokens in SMALL_CHUNKS)]
-    sizes = [[regular_chunk(step.shape.rows, step.shape.sequence, tokens) for tokens in group] for group in groups]
+    sizes = [list(dict.fromkeys(regular_chunk(step.shape.rows, step.shape.sequence, n) for n in group)) for group in groups]
     large = sizes[0][0] if chunk_size is None else chunk_size
     smallest: Plan | None = None
     for group in sizes if chunk_size is None else [[chunk_size]]:
@@ -141,11 +139,9 @@ def _chunk_sizes(step: Step, policies: Sequence[LayerPolicy], small: int, large:
     """Of each layer: large ones where there is room for them, as in the last layers, before gradients have come together."""
     if small == large:
         return (small,) * step.layers
-    around = _held_around(step, policies)
-    return tuple(
-        large if held + _worst_in_layer(step.costs, step.shape, policy, large) <= budget_bytes else small
-        for held, policy in zip(around, policies, strict=False)
-    )
+    around, _ = _held_around(step, policies)
+    work = {policy: _worst_in_layer(step.costs, step.shape, policy, large) for policy in set(policies)}
+    return tuple(large if held + work[policy] <= budget_bytes else small for held, policy in zip(around, policies, strict=True))
 
 
 def _candidates(step: Step, keep: str, offload: str, host_budget_bytes: float) -> Iterator[list[LayerPolicy]]:
