@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import streamgrad
@@ -47,6 +47,10 @@ def masked_batch(kind: str, batch: int, length: int, seed: int) -> dict:
 
 
 @settings(max_examples=120, deadline=None)
+@example(  # keys whose last axis is not the one that lies consecutively in memory
+    family="gpt_oss", kind="none", batch=1, length=2, chunk_size=2, head_chunk_size=1, groups=(3, 3), head_dim=2, window=1,
+    keep="input", attention="auto", seed=0,
+)  # fmt: skip
 @given(
     family=st.sampled_from(["llama", "mistral", "gemma2", "gpt_oss"]),
     kind=masks,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from engine_worker import launch
 from gradients import assert_same_step, worst_gradient_error
@@ -16,6 +18,8 @@ from sequence_worker import (
 )
 from streamgrad.attention.masks import CausalMask
 from streamgrad.core.chunk import SeamError
+from streamgrad.core.exchange import Ulysses
+from streamgrad.distributed import sequence_loss
 from streamgrad.models.dealing import Slices
 
 TWO_RANKS = [
@@ -149,3 +153,28 @@ def test_an_unknown_rule_of_a_mask_is_refused():
     mask = CausalMask(lambda batch, head, query, key: key % 2 == 0, has_other_rule=True)
     with pytest.raises(SeamError, match="beside windows and documents"):
         Slices(None, {}, None, None).mask(mask)
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_16_bit_loss_is_counted_in_32(one_rank):
+    """float16 cannot hold the number of targets, and bfloat16 not exactly."""
+    for dtype in (torch.float16, torch.bfloat16):
+        loss = torch.tensor(1.82, dtype=dtype, requires_grad=True)
+        whole = sequence_loss(loss, torch.zeros(1, 70_001, dtype=torch.long), one_rank)
+        whole.backward()
+        assert torch.equal(whole, loss) and loss.grad == 1.0
+
+
+@pytest.mark.parametrize("chunk_size", [3, 8])
+def test_exchanged_tensors_lie_in_memory_as_projections_make_them(one_rank, chunk_size):
+    """Tokens before heads: families such as afmoe view attention's output as (batch, tokens, width)."""
+    exchange = Ulysses(one_rank, 8, chunk_size, torch.device("cpu"))
+    tensor_BHLD = torch.randn(2, 4, 8, 5)
+    for swap in (exchange.to_heads, exchange.to_tokens):
+        assert torch.equal(swap(tensor_BHLD), tensor_BHLD) and swap(tensor_BHLD).transpose(1, 2).is_contiguous()

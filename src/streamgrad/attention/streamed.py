@@ -19,7 +19,7 @@ from torch import Tensor
 
 from streamgrad.attention.backends import Block, choose, run_or_replace
 from streamgrad.attention.masks import CausalMask, DenseMask
-from streamgrad.core.chunk import KEYS_AT_ONCE, Attended, Chunk, KeyValueStream, SeamError
+from streamgrad.core.chunk import KEYS_AT_ONCE, Attended, Chunk, KeyValueStream, SeamError, with_dense_rows
 from streamgrad.core.first_order import first_order_only
 from streamgrad.core.sums import as_sum
 
@@ -78,7 +78,7 @@ class _StreamedAttention(torch.autograd.Function):
         value_BGLD: Tensor,
         sink_H: Tensor | None,
     ) -> Tensor:
-        query_BHLD = _with_dense_rows(chunk.exchange.to_heads(query_BHLD))
+        query_BHLD = with_dense_rows(chunk.exchange.to_heads(query_BHLD))
         done = chunk.kept
         if done is None:
             keys_and_values = chunk.stream.read(*keys)
@@ -102,7 +102,7 @@ class _StreamedAttention(torch.autograd.Function):
     def backward(ctx: Any, dout_BHLD: Tensor) -> tuple[Tensor | None, ...]:
         query_BHLD, out_BHLD, lse_BHL, dropped_BHLS, sink_H, *own = ctx.saved_tensors
         stream: KeyValueStream = ctx.stream or KeyValueStream(ctx.span[1], (own[0], own[1]))
-        dout_BHLD = _with_dense_rows(ctx.exchange.to_heads(dout_BHLD))
+        dout_BHLD = with_dense_rows(ctx.exchange.to_heads(dout_BHLD))
         done = Attended(out_BHLD, lse_BHL, dropped_BHLS)
         dquery_BHLD: Tensor | None = None
         for (start, stop), block in _at_once(ctx.keys, ctx.block, query_BHLD.shape[2]):
@@ -138,11 +138,6 @@ def _at_once(keys: tuple[int, int], block: Block, rows: int) -> list[tuple[tuple
         parts.append(((first, first + KEYS_AT_ONCE), replace(block, causal=False)))
         first += KEYS_AT_ONCE
     return [*parts, ((first, last), block)]
-
-
-def _with_dense_rows(tensor_BHLD: Tensor) -> Tensor:
-    """Kernels read a head's values as consecutive; called below scaled_dot_product_attention, they do not check it."""
-    return tensor_BHLD if tensor_BHLD.stride(-1) == 1 else tensor_BHLD.contiguous()
 
 
 def _add_sink(done: Attended, sink_H: Tensor) -> Attended:

@@ -27,6 +27,11 @@ def spans(length: int, chunk_size: int) -> list[tuple[int, int]]:
     return [(start, min(start + chunk_size, length)) for start in range(0, length, chunk_size)]
 
 
+def with_dense_rows(tensor_BHLD: Tensor) -> Tensor:
+    """Kernels read a head's values as consecutive; called below scaled_dot_product_attention, they do not check it."""
+    return tensor_BHLD if tensor_BHLD.stride(-1) == 1 else tensor_BHLD.contiguous()
+
+
 class StopAtKeys(Exception):
     """Raised by `Chunk.update` to leave a layer's forward as soon as its keys and values are written."""
 
@@ -54,7 +59,7 @@ class KeyValueStream:
 
     def write(self, start: int, stop: int, key_BGLD: Tensor, value_BGLD: Tensor) -> None:
         if stop - start == self.length:
-            self._tensors = key_BGLD.detach(), value_BGLD.detach()
+            self._tensors = with_dense_rows(key_BGLD.detach()), with_dense_rows(value_BGLD.detach())
             return
         if self._tensors is None:
             self._tensors = self._full_length(key_BGLD), self._full_length(value_BGLD)

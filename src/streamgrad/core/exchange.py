@@ -19,7 +19,7 @@ Shapes: B batch, H heads, T tokens of this rank, L tokens of a chunk, S tokens o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -66,22 +66,23 @@ class Ulysses(Exchange):
         if tensor_BHLD.shape[1] % self.ranks:
             raise ValueError(f"{tensor_BHLD.shape[1]} heads cannot be shared by {self.ranks} ranks: each attends with as many.")
         # In chunks: of more than one, tokens that lie side by side here do not lie side by side in the sequence.
-        parts = [self._swap(part, 1, 2) for part in tensor_BHLD.split(self.chunk_size, dim=2)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        return self._swapped(tensor_BHLD.split(self.chunk_size, dim=2), 1, 2)
 
     def to_tokens(self, tensor_BHSD: Tensor) -> Tensor:
-        parts = [self._swap(part, 2, 1) for part in tensor_BHSD.split(self.ranks * self.chunk_size, dim=2)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        return self._swapped(tensor_BHSD.split(self.ranks * self.chunk_size, dim=2), 2, 1)
 
-    def _swap(self, tensor: Tensor, cut: int, join: int) -> Tensor:
-        """Axis `cut` in P pieces, piece r to rank r; the pieces that arrive side by side along axis `join`.
+    def _swapped(self, chunks: Sequence[Tensor], cut: int, join: int) -> Tensor:
+        """Of each chunk, axis `cut` in P pieces, piece r to rank r; the pieces that arrive side by side along axis `join`.
 
-        Tokens before heads in memory, as projections make and take them.
+        Laid out in memory as (B, L, H, D), which is how projections make heads and consume them: some families take a view of it.
         """
-        pieces = torch.stack(tensor.chunk(self.ranks, dim=cut))
-        arrived = torch.empty_like(pieces)
-        dist.all_to_all_single(arrived, pieces, group=self.group)
-        return torch.cat([piece.transpose(1, 2) for piece in arrived.unbind(0)], dim=3 - join).transpose(1, 2)
+        parts = []
+        for chunk in chunks:
+            pieces = torch.stack(chunk.chunk(self.ranks, dim=cut))
+            arrived = torch.empty_like(pieces)
+            dist.all_to_all_single(arrived, pieces, group=self.group)
+            parts.append(torch.cat([piece.transpose(1, 2) for piece in arrived.unbind(0)], dim=3 - join))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).transpose(1, 2)
 
     def own_heads(self, tensor_H: Tensor) -> Tensor:
         return tensor_H.chunk(self.ranks)[self.rank]
