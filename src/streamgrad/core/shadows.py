@@ -49,8 +49,7 @@ class Shadow(Tensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            is_product = function is F.linear and len(args) > 1 and isinstance(args[1], Shadow) and args[1].dim() == 2
-            if is_product and torch.is_grad_enabled():
+            if function is F.linear and len(args) > 1 and isinstance(args[1], Shadow) and args[1].dim() == 2:
                 return _linear(*args, **(kwargs or {}))
             return function(*args, **(kwargs or {}))
 
@@ -125,7 +124,7 @@ def _linear(hidden: Tensor, weight: Shadow, bias: Tensor | None = None) -> Tenso
     """`torch.nn.functional.linear` under the current autocast; the weight's gradient goes into `weight.linear_total`."""
     operands = as_autocast(hidden), weight.for_product(), None if bias is None else as_autocast(bias)
     with torch.autocast(hidden.device.type, enabled=False):
-        return _SummingLinear.apply(weight, *operands)
+        return _SummingLinear.apply(weight, *operands) if torch.is_grad_enabled() else F.linear(*operands)
 
 
 class _SummingLinear(torch.autograd.Function):

@@ -74,8 +74,9 @@ def check_heads(config: Any, ranks: int) -> None:
 
 
 def _dtype_number(tensor: Tensor | None) -> int:
-    """Bytes of tensors of two dtypes would be taken for each other's."""
-    return 0 if tensor is None else sum(ord(letter) * 31**place for place, letter in enumerate(str(tensor.dtype)[6:14]))
+    """Its place among those that tokens and models have: bytes of two dtypes would be taken for each other's."""
+    dtypes = (torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    return dtypes.index(tensor.dtype) if tensor is not None and tensor.dtype in dtypes else len(dtypes)
 
 
 class WholeSequences:
