@@ -111,14 +111,28 @@ def test_what_a_program_has_seen_is_not_written_over(way, keep, monkeypatch):
 def test_rotary(angle_rows):
     """With angles that differ in both halves, so that a swapped half shows."""
     torch.manual_seed(0)
-    x, cos, sin = leaf(2, 3, 5, 8), *torch.randn(2, angle_rows, 5, 8, dtype=torch.float64)
+    query, key, cos, sin = leaf(2, 3, 5, 8), leaf(2, 1, 5, 8), *torch.randn(2, angle_rows, 5, 8, dtype=torch.float64)
 
     def stock(x):
         turned = torch.cat((-x[..., 4:], x[..., :4]), dim=-1)
         return x * cos.unsqueeze(1) + turned * sin.unsqueeze(1)
 
-    torch.testing.assert_close(rotary(x, cos, sin), stock(x), rtol=1e-12, atol=1e-12)
-    assert torch.autograd.gradcheck(lambda x: rotary(x, cos, sin), (x,))
+    for ours, x in zip(rotary(query, key, cos, sin), (query, key), strict=True):
+        torch.testing.assert_close(ours, stock(x), rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(lambda query, key: rotary(query, key, cos, sin), (query, key))
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_rotary_of_a_frozen_projection_needs_no_gradient(frozen):
+    torch.manual_seed(0)
+    inputs, angles = [leaf(2, 3, 5, 8), leaf(2, 1, 5, 8)], torch.randn(2, 1, 5, 8, dtype=torch.float64)
+    inputs[frozen].requires_grad_(False)
+    outs = rotary(*inputs, *angles)
+    assert [out.requires_grad for out in outs] == [bool(frozen), not frozen]
+    alone = inputs[1 - frozen]
+    (gradient,) = torch.autograd.grad(outs[1 - frozen].sum(), alone)
+    (expected,) = torch.autograd.grad(rotary(alone, alone, *angles)[0].sum(), alone)
+    assert torch.equal(gradient, expected)
 
 
 # How many norms and MLPs of a layer are fused, and whether its rotary embedding is.
@@ -273,13 +287,18 @@ class TestRotaryKernel:
     pytestmark = on_cuda
 
     @pytest.mark.parametrize("shared_angles", [False, True])
-    def test_rotary(self, shape, dtype, shared_angles):
+    @pytest.mark.parametrize("key_heads", [1, 3])
+    def test_rotary(self, shape, dtype, shared_angles, key_heads):
         torch.manual_seed(0)
         batch, length, heads, size = shape
         cos, sin = torch.randn(2, 1 if shared_angles else batch, length, size)
 
-        def function(x_BLHD):
-            angles = [angle.to(x_BLHD.device, x_BLHD.dtype) for angle in (cos.to(dtype), sin.to(dtype))]
-            return rotary(x_BLHD.transpose(1, 2), *angles)
+        def turned(query_BLHD, key_BLGD):
+            angles = [angle.to(query_BLHD.device, query_BLHD.dtype) for angle in (cos.to(dtype), sin.to(dtype))]
+            return rotary(query_BLHD.transpose(1, 2), key_BLGD.transpose(1, 2), *angles)
 
-        compare_on_cuda(function, (torch.randn(batch, length, heads, size),), dtype)
+        operands = torch.randn(shape), torch.randn(batch, length, key_heads, size)
+        compare_on_cuda(lambda query, key: torch.cat(turned(query, key), dim=1), operands, dtype)
+        # The gradient of one alone.
+        compare_on_cuda(lambda query: turned(query, operands[1].to(query))[0], operands[:1], dtype)
+        compare_on_cuda(lambda key: turned(operands[0].to(key), key)[1], operands[1:], dtype)

@@ -5,13 +5,14 @@ backward is what it was given (and one number a row for a norm): no intermediate
 
 The functions here are the reference, in torch; on a GPU the Triton kernels of `kernels` run instead.
 
-Shapes: N rows (tokens, or tokens x heads), E width of a row, B batch, H heads, L tokens, D head size.
+Shapes: N rows (tokens, or tokens x heads), E width of a row, B batch, H query heads, G key heads, L tokens, D head size.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,27 +164,34 @@ def _rotate_half(x: Tensor) -> Tensor:
     return torch.cat((-second, first), dim=-1)
 
 
-def rotate(x_BHLD: Tensor, cos_BLD: Tensor, sin_BLD: Tensor, *, back: bool) -> Tensor:
-    """`x * cos + rotate_half(x) * sin`, or with `back` the transpose of that map."""
-    wide = accumulator_dtype(x_BHLD.dtype)
-    x, cos, sin = x_BHLD.to(wide), cos_BLD.to(wide).unsqueeze(1), sin_BLD.to(wide).unsqueeze(1)
-    out_BHLD = x * cos - _rotate_half(x * sin) if back else x * cos + _rotate_half(x) * sin
-    return out_BHLD.to(x_BHLD.dtype)
+def rotate(heads: Sequence[Tensor], cos_BLD: Tensor, sin_BLD: Tensor, *, back: bool) -> list[Tensor]:
+    """`x * cos + rotate_half(x) * sin` of each, or with `back` the transpose of that map."""
+    wide = accumulator_dtype(heads[0].dtype)
+    cos, sin = cos_BLD.to(wide).unsqueeze(1), sin_BLD.to(wide).unsqueeze(1)
+    xs = [x_BHLD.to(wide) for x_BHLD in heads]
+    outs = [x * cos - _rotate_half(x * sin) if back else x * cos + _rotate_half(x) * sin for x in xs]
+    return [out.to(x_BHLD.dtype) for out, x_BHLD in zip(outs, heads, strict=True)]
 
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BHLD: Tensor, cos_BLD: Tensor, sin_BLD: Tensor) -> Tensor:
+    def forward(ctx: Any, query_BHLD: Tensor, key_BGLD: Tensor, cos_BLD: Tensor, sin_BLD: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos_BLD, sin_BLD)
-        return _code_for(x_BHLD).rotate(_dense(x_BHLD), _dense(cos_BLD), _dense(sin_BLD), back=False)
+        ctx.set_materialize_grads(False)
+        heads = _dense(query_BHLD), _dense(key_BGLD)
+        query, key = _code_for(query_BHLD).rotate(heads, _dense(cos_BLD), _dense(sin_BLD), back=False)
+        # Or a frozen projection's output would claim to need a gradient beside the other's.
+        ctx.mark_non_differentiable(*(x for x, needed in zip((query, key), ctx.needs_input_grad[:2], strict=True) if not needed))
+        return query, key
 
     @staticmethod
     @first_order_only
-    def backward(ctx: Any, dout_BHLD: Tensor) -> tuple[Tensor | None, ...]:
-        angles = map(_dense, ctx.saved_tensors)
-        return _code_for(dout_BHLD).rotate(_dense(dout_BHLD), *angles, back=True), None, None
+    def backward(ctx: Any, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
+        there = [_dense(dout) for dout in douts if dout is not None]
+        rotated = iter(_code_for(there[0]).rotate(there, *map(_dense, ctx.saved_tensors), back=True) if there else ())
+        return *(None if dout is None else next(rotated) for dout in douts), None, None
 
 
-def rotary(x_BHLD: Tensor, cos_BLD: Tensor, sin_BLD: Tensor) -> Tensor:
-    """`x * cos + rotate_half(x) * sin`, the same angles for every head."""
-    return _Rotary.apply(x_BHLD, cos_BLD, sin_BLD)
+def rotary(query_BHLD: Tensor, key_BGLD: Tensor, cos_BLD: Tensor, sin_BLD: Tensor) -> tuple[Tensor, Tensor]:
+    """`x * cos + rotate_half(x) * sin` of queries and keys, the same angles for every head."""
+    return _Rotary.apply(query_BHLD, key_BGLD, cos_BLD, sin_BLD)

@@ -9,6 +9,7 @@ Shapes: N rows, E width of a row, B batch, H heads, L tokens, D head size.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -24,7 +25,7 @@ def norm_forward(x_NE: Tensor, weight_E: Tensor, eps: float, offset: float) -> t
     out_NE, inverse_N1 = torch.empty_like(x_NE), x_NE.new_empty((rows, 1), dtype=torch.float32)
     block, tile = _row_tile(width)
     with torch.cuda.device_of(x_NE):
-        _norm_forward_kernel[(triton.cdiv(rows, tile),)](
+        _norm_forward_kernel[(_parts(rows, tile),)](
             x_NE, weight_E, out_NE, inverse_N1, rows, x_NE.stride(0), eps, offset, E=width, ROWS=tile, BLOCK=block, num_warps=8
         )
     return out_NE, inverse_N1
@@ -34,7 +35,7 @@ def norm_backward(dout_NE: Tensor, x_NE: Tensor, inverse_N1: Tensor, weight_E: T
     rows, width = x_NE.shape
     block, tile = _row_tile(width)
     # Each program sums the weight's gradient over the rows it goes through; what is left is a sum over programs.
-    programs = min(triton.cdiv(rows, tile), 8 * _processors(x_NE.device))
+    programs = min(_parts(rows, tile), 8 * _processors(x_NE.device))
     dx_NE, partial = torch.empty_like(x_NE), x_NE.new_empty((programs, width), dtype=torch.float32)
     with torch.cuda.device_of(x_NE):
         _norm_backward_kernel[(programs,)](
@@ -47,9 +48,9 @@ def norm_backward(dout_NE: Tensor, x_NE: Tensor, inverse_N1: Tensor, weight_E: T
 def gated_forward(gate_NE: Tensor, up_NE: Tensor, activation: str) -> Tensor:
     rows, width = gate_NE.shape
     out_NE = gate_NE.new_empty((rows, width))
-    block = min(TILE, triton.next_power_of_2(width))
+    block = min(TILE, _power_of_2(width))
     with torch.cuda.device_of(gate_NE):
-        _gated_forward_kernel[(rows, triton.cdiv(width, block))](
+        _gated_forward_kernel[(rows, _parts(width, block))](
             gate_NE, up_NE, out_NE, gate_NE.stride(0), up_NE.stride(0), E=width, ACTIVATION=activation, BLOCK=block, num_warps=8
         )
     return out_NE
@@ -58,9 +59,9 @@ def gated_forward(gate_NE: Tensor, up_NE: Tensor, activation: str) -> Tensor:
 def gated_backward(dout_NE: Tensor, gate_NE: Tensor, up_NE: Tensor, activation: str, *, in_place: bool) -> tuple[Tensor, Tensor]:
     rows, width = gate_NE.shape
     dgate_NE, dup_NE = (gate_NE, up_NE) if in_place else gate_NE.new_empty((2, rows, width))
-    block = min(TILE, triton.next_power_of_2(width))
+    block = min(TILE, _power_of_2(width))
     with torch.cuda.device_of(gate_NE):
-        _gated_backward_kernel[(rows, triton.cdiv(width, block))](
+        _gated_backward_kernel[(rows, _parts(width, block))](
             dout_NE, gate_NE, up_NE, dgate_NE, dup_NE,
             dout_NE.stride(0), gate_NE.stride(0), up_NE.stride(0), dgate_NE.stride(0), dup_NE.stride(0),
             E=width, ACTIVATION=activation, BLOCK=block, num_warps=8,
@@ -68,18 +69,20 @@ def gated_backward(dout_NE: Tensor, gate_NE: Tensor, up_NE: Tensor, activation: 
     return dgate_NE, dup_NE
 
 
-def rotate(x_BHLD: Tensor, cos_BLD: Tensor, sin_BLD: Tensor, *, back: bool) -> Tensor:
-    """Laid out in memory as (B, L, H, D), which is how projections make heads and consume them."""
-    batch, heads, length, size = x_BHLD.shape
-    out_BLHD = x_BHLD.new_empty((batch, length, heads, size))
+def rotate(heads: Sequence[Tensor], cos_BLD: Tensor, sin_BLD: Tensor, *, back: bool) -> list[Tensor]:
+    """Each laid out in memory as (B, L, H, D), which is how projections make heads and consume them."""
+    batch, _, length, size = heads[0].shape
+    outs = [x_BHLD.new_empty((batch, length, x_BHLD.shape[1], size)) for x_BHLD in heads]
     cos_BLD, sin_BLD = cos_BLD.expand(batch, -1, -1), sin_BLD.expand(batch, -1, -1)
-    with torch.cuda.device_of(x_BHLD):
+    first, second = heads[0], heads[-1]
+    with torch.cuda.device_of(first):
         _rotate_kernel[(length, batch)](
-            x_BHLD, cos_BLD, sin_BLD, out_BLHD, *x_BHLD.stride()[:3], *cos_BLD.stride()[:2], *sin_BLD.stride()[:2],
-            *out_BLHD.stride()[:2], H=heads, HALF=size // 2, BACK=back,
-            HEADS=triton.next_power_of_2(heads), BLOCK=triton.next_power_of_2(size // 2), num_warps=4,
+            first, second, cos_BLD, sin_BLD, outs[0], outs[-1], *first.stride()[:3], *second.stride()[:3],
+            *cos_BLD.stride()[:2], *sin_BLD.stride()[:2], H=first.shape[1], G=second.shape[1] if len(heads) == 2 else 0,
+            HALF=size // 2, BACK=back, H_BLOCK=_power_of_2(first.shape[1]), G_BLOCK=_power_of_2(second.shape[1]),
+            BLOCK=_power_of_2(size // 2), num_warps=4,
         )  # fmt: skip
-    return out_BLHD.transpose(1, 2)
+    return [out_BLHD.transpose(1, 2) for out_BLHD in outs]
 
 
 @functools.cache
@@ -89,8 +92,19 @@ def _processors(device: torch.device) -> int:
 
 def _row_tile(width: int) -> tuple[int, int]:
     """The width of a row in memory words of a program, and how many rows it holds at a time."""
-    block = triton.next_power_of_2(width)
+    block = _power_of_2(width)
     return block, max(1, TILE // block)
+
+
+# Triton has functions for these two, each of which takes as long as launching a kernel.
+def _power_of_2(count: int) -> int:
+    """The next one, if `count` is none."""
+    return 1 << (count - 1).bit_length()
+
+
+def _parts(count: int, size: int) -> int:
+    """Of that size, the last one shorter."""
+    return -(-count // size)
 
 
 @triton.jit
@@ -174,27 +188,40 @@ def _gated_backward_kernel(
 
 @triton.jit
 def _rotate_kernel(
-    x, cos, sin, out, x_b, x_h, x_l, cos_b, cos_l, sin_b, sin_l, out_b, out_l,
-    H: tl.constexpr, HALF: tl.constexpr, BACK: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    x, y, cos, sin, x_out, y_out, x_b, x_h, x_l, y_b, y_h, y_l, cos_b, cos_l, sin_b, sin_l,
+    H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, BACK: tl.constexpr,
+    H_BLOCK: tl.constexpr, G_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """A token's H heads of x and G heads of y, which may be 0."""
     token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, BLOCK)[None, :]
-    inside = (head < H) & (column < HALF)
-    x += batch * x_b + token * x_l
-    first = tl.load(x + head * x_h + column, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(x + head * x_h + HALF + column, mask=inside, other=0.0).to(tl.float32)
+    row = batch * tl.num_programs(0) + token
+    column = tl.arange(0, BLOCK)[None, :]
     cos += batch * cos_b + token * cos_l
     sin += batch * sin_b + token * sin_l
     cos_first = tl.load(cos + column, mask=column < HALF, other=0.0).to(tl.float32)
     cos_second = tl.load(cos + HALF + column, mask=column < HALF, other=0.0).to(tl.float32)
     sin_first = tl.load(sin + column, mask=column < HALF, other=0.0).to(tl.float32)
     sin_second = tl.load(sin + HALF + column, mask=column < HALF, other=0.0).to(tl.float32)
-    if BACK:
-        new_first = first * cos_first + second * sin_second
-        new_second = second * cos_second - first * sin_first
-    else:
-        new_first = first * cos_first - second * sin_first
-        new_second = second * cos_second + first * sin_second
-    out += batch * out_b + token * out_l
-    tl.store(out + head * (2 * HALF) + column, new_first, mask=inside)
-    tl.store(out + head * (2 * HALF) + HALF + column, new_second, mask=inside)
+    if BACK:  # the transpose of a rotation
+        sin_first, sin_second = -sin_second, -sin_first
+    x_out += row * H * 2 * HALF
+    x += batch * x_b + token * x_l
+    _rotate_heads(x, x_h, x_out, cos_first, cos_second, sin_first, sin_second, H, HALF, H_BLOCK, BLOCK)
+    if G > 0:
+        y_out += row * G * 2 * HALF
+        y += batch * y_b + token * y_l
+        _rotate_heads(y, y_h, y_out, cos_first, cos_second, sin_first, sin_second, G, HALF, G_BLOCK, BLOCK)
+
+
+@triton.jit
+def _rotate_heads(
+    x, x_h, out, cos_first, cos_second, sin_first, sin_second,
+    H: tl.constexpr, HALF: tl.constexpr, H_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    head, column = tl.arange(0, H_BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
+    inside = (head < H) & (column < HALF)
+    first = tl.load(x + head * x_h + column, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + head * x_h + HALF + column, mask=inside, other=0.0).to(tl.float32)
+    out += head * (2 * HALF)
+    tl.store(out + column, first * cos_first - second * sin_first, mask=inside)
+    tl.store(out + HALF + column, second * cos_second + first * sin_second, mask=inside)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import importlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -239,8 +239,8 @@ class _ShapesOfKernels:
         return (gate_NE, up_NE) if in_place else (gate_NE.new_empty(gate_NE.shape), up_NE.new_empty(up_NE.shape))
 
     @staticmethod
-    def rotate(x_BHLD: Tensor, cos_BLD: Tensor, sin_BLD: Tensor, *, back: bool) -> Tensor:
-        return x_BHLD.transpose(1, 2).new_empty(x_BHLD.transpose(1, 2).shape).transpose(1, 2)
+    def rotate(heads: Sequence[Tensor], cos_BLD: Tensor, sin_BLD: Tensor, *, back: bool) -> list[Tensor]:
+        return [x_BHLD.new_empty(x_BHLD.transpose(1, 2).shape).transpose(1, 2) for x_BHLD in heads]
 
 
 @contextmanager

@@ -106,7 +106,7 @@ class _RotarySwitch:
         needs_gradient = cos.requires_grad or sin.requires_grad
         if wants is None or needs_gradient or not same_for_all_heads or not wants(q, k, cos, sin):
             return self._stock(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-        return rotary(q, cos, sin), rotary(k, cos, sin)
+        return rotary(q, k, cos, sin)
 
 
 def _stock_rotary(names: dict[str, Any]) -> Any:
