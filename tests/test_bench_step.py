@@ -16,7 +16,6 @@ from streamgrad.bench.records import Session, append_records, rows_in, versions
 from streamgrad.cli.app import app
 from streamgrad.cli.tables import step_table
 from streamgrad.config import StreamConfig
-from streamgrad.models import presets
 from streamgrad.models.presets import preset_config, preset_model, preset_names
 
 
@@ -133,7 +132,7 @@ def tiny_preset(monkeypatch):
         "family": "qwen3", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True,
     }  # fmt: skip
-    monkeypatch.setattr(presets, "_presets", lambda: {"tiny": shape})
+    monkeypatch.setattr("streamgrad.models.names.presets", lambda: {"tiny": shape})
     return {
         "model": "tiny", "lengths": [33], "methods": ["streamgrad"], "config": StreamConfig(chunk_size=16, keep="input"),
         "runs": 1, "warm_ups": 0, "command": "", "device": torch.device("cpu"),

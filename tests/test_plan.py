@@ -21,11 +21,11 @@ from typer.testing import CliRunner
 import streamgrad
 from streamgrad.cli.app import app
 from streamgrad.config import StreamConfig
-from streamgrad.core.chunk import KEYS_AT_ONCE
-from streamgrad.core.moments import COMPONENTS, LayerPolicy
-from streamgrad.models.dry_run import ModelShape, meta_model, model_shape, profile_layer
+from streamgrad.core.moments import COMPONENTS, KEYS_AT_ONCE, LayerPolicy
+from streamgrad.models.dry_run import meta_model, model_shape, profile_layer
 from streamgrad.models.forwards import InstalledForward
-from streamgrad.models.presets import preset_config, preset_names, with_layers
+from streamgrad.models.presets import preset_config, with_layers
+from streamgrad.models.shape import ModelShape
 from streamgrad.plan.moments import Workload, checkpointing_moments, host_parts, streamed_moments
 from streamgrad.plan.seconds import Rates, streamed_seconds
 from tiny import FAMILIES, tiny_config, tiny_model, tokens
@@ -225,19 +225,6 @@ def test_a_long_step_takes_a_little_longer_than_its_flops(record):
 
 
 # --- Estimates ----------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def _shapes_are_made_once(monkeypatch):
-    """The dry run has tests of its own; estimates of the presets share one."""
-
-    def cached(config, *, dtype, lora_rank):
-        name = next((name for name in preset_names() if preset_config(name).to_dict() == config.to_dict()), None)
-        if name is None or dtype != torch.bfloat16:
-            return model_shape(config, dtype=dtype, lora_rank=lora_rank)
-        return shape_of(name, lora_rank=lora_rank)
-
-    monkeypatch.setattr("streamgrad.plan.estimate.model_shape", cached)
 
 
 @settings(max_examples=25, deadline=None)

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from streamgrad.attention.backends import Block, choose, run_or_replace
 from streamgrad.attention.masks import CausalMask, DenseMask
-from streamgrad.core.chunk import KEYS_AT_ONCE, Attended, Chunk, KeyValueStream, SeamError, with_dense_rows
+from streamgrad.core.chunk import Attended, Chunk, KeyValueStream, SeamError, with_dense_rows
 from streamgrad.core.first_order import first_order_only
+from streamgrad.core.moments import KEYS_AT_ONCE
 from streamgrad.core.sums import as_sum
 
 

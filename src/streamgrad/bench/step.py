@@ -30,8 +30,8 @@ from streamgrad.bench.peers import (
 )
 from streamgrad.bench.records import EVERYTHING, Session, device_name, median_ms, rows_in, versions
 from streamgrad.config import StreamConfig
-from streamgrad.core.chunk import KEYS_AT_ONCE
 from streamgrad.core.live import peak_bytes_of
+from streamgrad.core.moments import KEYS_AT_ONCE
 from streamgrad.models.forwards import InstalledForward
 from streamgrad.models.presets import preset_config, preset_model
 

@@ -18,9 +18,6 @@ from streamgrad.core.exchange import ALONE, Exchange
 from streamgrad.core.replay import as_autocast
 from streamgrad.core.sums import as_sum, zeros_for_sum
 
-# Keys before its own that a chunk's backward looks at together; what kernels make for their keys then has a bound.
-KEYS_AT_ONCE = 32_768
-
 
 def spans(length: int, chunk_size: int) -> list[tuple[int, int]]:
     """`[(0, c), (c, 2c), ...]` up to `length`; the last one may be shorter."""

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-# Of the host memory that is available: the rest is for the program itself and for the kernel's own needs.
-HOST_SHARE = 0.85
+from streamgrad.core.policy import HOST_SHARE
 
 
 def device_budget_bytes(device: torch.device) -> float:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from streamgrad.core.chunk import KEYS_AT_ONCE
+# Keys before its own that a chunk's backward looks at together; what kernels make for their keys then has a bound.
+KEYS_AT_ONCE = 32_768
 
 COMPONENTS = (
     "weights", "optimizer state", "gradients", "kept inputs", "kept attention", "kept graphs", "hidden states",

@@ -22,6 +22,8 @@ from streamgrad.core.moments import LayerCosts, LayerPolicy, Shape, layer_moment
 
 # Of the memory that is free, for fragments; and over what a layer and the head hold while they work, for what is not foreseen.
 MARGIN, UNFORESEEN = 0.05, 1.03
+# Of the host memory that is available: the rest is for the program itself and for the kernel's own needs.
+HOST_SHARE = 0.85
 # Tokens of a batch in a chunk. Beyond 16,384 nothing gets faster; below 6,144 matrix products do not fill a large GPU, so smaller
 # ones come after every other way to save memory.
 LARGE_CHUNKS, SMALL_CHUNKS = (16_384, 12_288, 8192, 6144), (4096, 2048, 1024, 512, 256)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from functools import cached_property
 
@@ -10,10 +9,9 @@ import torch
 from torch import Tensor
 
 from streamgrad.core.machine import device_budget_bytes
+from streamgrad.head.chunk_size import FREE_SHARE, head_chunk_within
 
 CHUNK_WITHOUT_GPU = 2048
-FREE_SHARE = 8
-SHORTEST_CHUNK, LONGEST_CHUNK, CHUNK_MULTIPLE = 256, 4096, 128
 
 
 class TargetRows:
@@ -82,19 +80,12 @@ class TargetRows:
 
 
 def choose_head_chunk(tokens: int, vocabulary: int, itemsize: int, device: torch.device, budget_bytes: int | None = None) -> int:
-    """Tokens a chunk, for `vocabulary * itemsize` bytes of logits a token: as many as the budget holds, chunks of equal length.
-
-    The budget is an eighth of what is free on a GPU: something else needs the rest. Whatever it is, chunks have 256 tokens at
-    least, or the GEMMs would wait for the weight to be read, and 4096 at most, beyond which they gain nothing.
-    """
+    """`head_chunk_within` the budget, which without a number is an eighth of what is free on a GPU; without one, 2048 tokens."""
     if budget_bytes is None:
         if device.type != "cuda":
             return CHUNK_WITHOUT_GPU
         budget_bytes = int(device_budget_bytes(device) - torch.cuda.memory_allocated(device)) // FREE_SHARE
-    longest = min(max(budget_bytes // (vocabulary * itemsize), SHORTEST_CHUNK), LONGEST_CHUNK)
-    longest -= longest % CHUNK_MULTIPLE
-    equal = math.ceil(tokens / math.ceil(tokens / longest)) if tokens else 1
-    return max(SHORTEST_CHUNK, math.ceil(equal / CHUNK_MULTIPLE) * CHUNK_MULTIPLE)
+    return head_chunk_within(budget_bytes, tokens, vocabulary, itemsize)
 
 
 def flatten(hidden: Tensor, weight_VE: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

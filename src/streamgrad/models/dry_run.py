@@ -14,7 +14,6 @@ import importlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,48 +25,15 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from streamgrad.config import StreamConfig
 from streamgrad.core import fused
 from streamgrad.core.chunk import Attended, Chunk, KeyValueStream
-from streamgrad.core.moments import LayerCosts
 from streamgrad.core.probe import measured_costs
 from streamgrad.core.sums import accumulator_dtype
 from streamgrad.models.decoder import DecoderStream, decoder_forward
 from streamgrad.models.forwards import InstalledForward
 from streamgrad.models.presets import with_layers
+from streamgrad.models.shape import LayerProfile, ModelShape
 from streamgrad.models.support import decoder_layers, find_decoder, sliding_window
 
 TOKENS = 512
-
-
-@dataclass(frozen=True)
-class LayerProfile:
-    """Of one layer: bytes and FLOPs a token. Attention's own FLOPs, which depend on the length, are not among them."""
-
-    costs: LayerCosts
-    forward_flops: float
-    backward_flops: float
-    projection_flops: float  # of the part of forward that makes queries, keys and values
-    query_heads: int
-    head_size: int
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """A model as far as memory and time are concerned; numbers of parameters, adapters included."""
-
-    layers: int
-    full_attention_layers: int  # the others have a window
-    window: int | None
-    width: int
-    vocabulary: int
-    itemsize: int
-    layer_parameters: int
-    layer_trainable: int
-    outside_parameters: int
-    outside_trainable: int
-    head_parameters: int
-    head_trainable: int
-    tied: bool
-    profile: LayerProfile  # with fused parts
-    eager: LayerProfile  # as transformers runs it
 
 
 def model_shape(config: PretrainedConfig, *, dtype: torch.dtype = torch.bfloat16, lora_rank: int | None = None) -> ModelShape:

@@ -18,7 +18,7 @@ from streamgrad.core.moments import LayerCosts, LayerPolicy, Shape, embedding_pa
 from streamgrad.core.policy import MARGIN, USUAL_CHUNK, Plan, Step, choose_plan, readable, regular_chunk
 from streamgrad.core.probe import PROBED_TOKENS, measured_costs
 from streamgrad.core.storage import HostStore
-from streamgrad.head.rows import SHORTEST_CHUNK
+from streamgrad.head.chunk_size import SHORTEST_CHUNK
 from streamgrad.models.forwards import InstalledForward, temporary_attribute
 from streamgrad.models.support import decoder_layers, modules_outside
 

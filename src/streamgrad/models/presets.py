@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
-import re
-from importlib import resources
 from typing import Any
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from streamgrad.models.names import check_found, may_be_on_hub, preset, preset_names
 
 # Long enough for every benchmark; rotary embeddings cost nothing for positions that are not used.
 _POSITIONS = 1 << 22
@@ -18,14 +17,8 @@ _POSITIONS = 1 << 22
 _LONGEST_REASON = 300
 
 
-def preset_names() -> list[str]:
-    return [name for name in _presets() if name != "note"]
-
-
 def preset_config(name: str) -> PretrainedConfig:
-    if name not in preset_names():
-        raise ValueError(f"model={name!r} is not a preset. The presets are {', '.join(preset_names())}.")
-    shape = dict(_presets()[name])
+    shape = dict(preset(name))
     return AutoConfig.for_model(shape.pop("family"), **shape, max_position_embeddings=_POSITIONS, use_cache=False)
 
 
@@ -42,20 +35,11 @@ def config_of(model: Any) -> PretrainedConfig:
         raise TypeError(f"model is a {type(model).__name__}. Pass a preset's name, a path, a configuration or a model.")
     elif model in preset_names():
         return preset_config(str(model))
-    elif not os.path.exists(model) and not ("/" in str(model) and may_be_on_hub(str(model))):
-        raise ValueError(
-            f"model={str(model)!r} is neither a directory that exists nor a preset. The presets are {', '.join(preset_names())}; "
-            "a name on the hub has its owner in front, as in Qwen/Qwen3-8B."
-        )
     else:
+        check_found(model)
         config = stored_config(model)
     check_causal(config)
     return config
-
-
-def may_be_on_hub(name: str) -> bool:
-    """One word, or an owner and a word; a path begins otherwise or has more parts."""
-    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
 
 
 def stored_config(model: str | os.PathLike, **options: Any) -> PretrainedConfig:
@@ -105,7 +89,3 @@ def preset_model(
             return AutoModelForCausalLM.from_config(config).train()
     finally:
         torch.set_default_dtype(previous)
-
-
-def _presets() -> dict:
-    return json.loads((resources.files("streamgrad.models") / "presets.json").read_text())

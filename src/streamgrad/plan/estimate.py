@@ -1,7 +1,8 @@
 """`estimate`: what a step will hold, by component, on device and host; what it will take; and the longest that fits.
 
-Nothing is allocated and no device is needed: the layer's costs come from a run on tensors without storage (`models.dry_run`), the
-plan from the planner that will make it when the step runs (`core.policy`), the bytes of its moments from `moments`.
+Nothing is allocated and no device is needed: the layer's costs come from a run on tensors without storage (`models.dry_run`), or
+from one that is remembered (`models.remembered`), the plan from the planner that will make it when the step runs (`core.policy`),
+the bytes of its moments from `moments`.
 """
 
 from __future__ import annotations
@@ -11,16 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from streamgrad.config import KEEP_POLICIES, OFFLOAD_PLACES, parse_bytes
-from streamgrad.core.machine import HOST_SHARE
 from streamgrad.core.moments import Parts, head_parts
-from streamgrad.core.policy import MARGIN, SMALL_CHUNKS, Plan, Step, choose_plan, regular_chunk
+from streamgrad.core.policy import HOST_SHARE, MARGIN, SMALL_CHUNKS, Plan, Step, choose_plan, regular_chunk
 from streamgrad.distributed.memory import ENGINES, longest_sequence, rank_bytes
-from streamgrad.head.rows import FREE_SHARE, SHORTEST_CHUNK, choose_head_chunk
-from streamgrad.models.dry_run import ModelShape, model_shape
-from streamgrad.models.presets import config_of
+from streamgrad.head.chunk_size import FREE_SHARE, SHORTEST_CHUNK, head_chunk_within
+from streamgrad.models.remembered import shape_of
+from streamgrad.models.shape import ModelShape
 from streamgrad.plan.moments import Moment, Workload, checkpointing_moments, host_parts, streamed_moments
 from streamgrad.plan.seconds import Rates, Seconds, checkpointing_seconds, streamed_seconds
 
@@ -135,7 +133,7 @@ def estimate(
             f"gpus=1, or one of {', '.join(ENGINES[1:])} with gpus of at least 2."
         )
     gpu_bytes, host_bytes = _amount("gpu_memory", gpu_memory), _amount("host_memory", host_memory)
-    shape = model_shape(config_of(model), dtype=getattr(torch, dtype), lora_rank=lora_rank if method == "lora" else None)
+    shape = shape_of(model, dtype=dtype, lora_rank=lora_rank if method == "lora" else None)
     rows = 2 * batch if objective == "dpo" else batch
     resident, share = _resident(shape, engine, gpus, optimizer, reference=objective == "dpo" and method == "full")
     card = _Card(gpu_bytes, HOST_SHARE * host_bytes / gpus, keep, offload)
@@ -247,8 +245,7 @@ class _Card:
         kept = sum(sum(shape.profile.costs.kept(policy).values()) for policy in plan.policies if not policy.on_host)
         used = sum(load.always.values()) + load.tokens * (kept + 3 * shape.profile.costs.input)
         free = int(max(0.0, self.device_bytes - used)) // FREE_SHARE
-        rows = choose_head_chunk(load.tokens, shape.vocabulary, shape.itemsize, torch.device("cpu"), free)
-        return min(rows, load.tokens)
+        return min(head_chunk_within(free, load.tokens, shape.vocabulary, shape.itemsize), load.tokens)
 
 
 def _longest(load: Workload, fits: Callable[[Workload], bool]) -> int:

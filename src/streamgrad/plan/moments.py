@@ -11,9 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from streamgrad.core.chunk import KEYS_AT_ONCE
-from streamgrad.core.moments import LayerPolicy, Parts, Shape, embedding_parts, head_parts, layer_moments, sum_of
-from streamgrad.models.dry_run import ModelShape
+from streamgrad.core.moments import (
+    KEYS_AT_ONCE,
+    LayerPolicy,
+    Parts,
+    Shape,
+    embedding_parts,
+    head_parts,
+    layer_moments,
+    sum_of,
+)
+from streamgrad.models.shape import ModelShape
 
 # Ids, labels, positions and shifted targets, 8 bytes each.
 _TOKEN_IDS = 32

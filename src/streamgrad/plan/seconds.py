@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from streamgrad.core.moments import LayerPolicy
-from streamgrad.models.dry_run import LayerProfile
+from streamgrad.models.shape import LayerProfile
 from streamgrad.plan.moments import Workload
 
 

@@ -1,0 +1,33 @@
+"""Write src/streamgrad/models/shapes.json, what `streamgrad plan` knows of each preset: `python docs/generate_shapes.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from streamgrad.models import shape
+from streamgrad.models.dry_run import model_shape
+from streamgrad.models.presets import preset_config, preset_names
+from streamgrad.models.remembered import entry_name
+
+FILE = Path(shape.__file__).parent / "shapes.json"
+# Those that `plan` has by default: dtype, and rank of adapters.
+KINDS = (("bfloat16", None), ("bfloat16", 32))
+
+
+def shapes(preset: str) -> dict[str, Any]:
+    """What the dry run measures of a preset, by the names of its entries."""
+    measured = {
+        entry_name(dtype, rank): model_shape(preset_config(preset), dtype=getattr(torch, dtype), lora_rank=rank)
+        for dtype, rank in KINDS
+    }
+    return {name: dataclasses.asdict(each) for name, each in measured.items()}
+
+
+if __name__ == "__main__":
+    note = "written by docs/generate_shapes.py: what models.dry_run measures of each preset"
+    FILE.write_text(json.dumps({"note": note} | {name: shapes(name) for name in preset_names()}, indent=1) + "\n")

@@ -1,0 +1,44 @@
+"""What can be said of a model's name before transformers is imported, which takes seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from importlib import resources
+from typing import Any
+
+
+def packaged(name: str) -> dict[str, Any]:
+    """A JSON file that lies beside this module, without its note."""
+    return {key: value for key, value in json.loads((resources.files(__package__) / name).read_text()).items() if key != "note"}
+
+
+def presets() -> dict[str, dict[str, Any]]:
+    """Published shapes of real models, by name."""
+    return packaged("presets.json")
+
+
+def preset_names() -> list[str]:
+    return list(presets())
+
+
+def preset(name: str) -> dict[str, Any]:
+    if name not in preset_names():
+        raise ValueError(f"model={name!r} is not a preset. The presets are {', '.join(preset_names())}.")
+    return presets()[name]
+
+
+def may_be_on_hub(name: str) -> bool:
+    """One word, or an owner and a word; a path begins otherwise or has more parts."""
+    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
+
+
+def check_found(model: str | os.PathLike) -> None:
+    """Raise for what is neither a preset nor a path, and cannot be a name on the hub."""
+    name = str(model)
+    if model not in preset_names() and not os.path.exists(model) and not ("/" in name and may_be_on_hub(name)):
+        raise ValueError(
+            f"model={name!r} is neither a directory that exists nor a preset. The presets are {', '.join(preset_names())}; "
+            "a name on the hub has its owner in front, as in Qwen/Qwen3-8B."
+        )
