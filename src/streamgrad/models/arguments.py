@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from streamgrad.core.chunk import Chunk, SeamError
-from streamgrad.models.forwards import signature_of
+from streamgrad.models.forwards import named_arguments, signature_of
 
 CACHE_NAMES = ("past_key_values", "layer_past", "past_key_value")
 
@@ -37,18 +36,14 @@ class LayerArguments:
     @classmethod
     def bind(cls, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, LayerArguments]:
         """The hidden states of the call, and everything else."""
-        bound = signature_of(forward).bind(*args, **kwargs)
-        values = dict(bound.arguments)
-        for name, parameter in bound.signature.parameters.items():
-            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                values.update(values.pop(name, {}))
-            elif parameter.kind is inspect.Parameter.VAR_POSITIONAL and values.pop(name, ()):
-                raise SeamError("its layers take unnamed positional arguments")
+        names = signature_of(forward).parameters
+        values = named_arguments(forward, args, kwargs)
+        if len(values) < len(args) + len(kwargs):
+            raise SeamError("its layers take unnamed positional arguments")
         cache_name = cache_argument(forward)
         if cache_name is None:
             raise SeamError(f"its layers take no key/value cache (none of {', '.join(CACHE_NAMES)})")
-        hidden_name = next(iter(bound.signature.parameters))
-        hidden_states = values.pop(hidden_name)
+        hidden_states = values.pop(next(iter(names)))
         attention_mask = values.pop("attention_mask", None)
         values.pop(cache_name, None)
         values.pop("use_cache", None)
@@ -90,5 +85,5 @@ def _cut(name: str, value: Any, start: int, stop: int) -> Any:
     if axis is None or value is None:
         return value
     if isinstance(value, Tensor):
-        return value.narrow(axis, start, stop - start)
+        return value if stop - start == value.shape[axis] else value.narrow(axis, start, stop - start)
     return type(value)(_cut(name, item, start, stop) for item in value)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from streamgrad.attention.streamed import streamed_attention
 from streamgrad.core.chunk import Chunk, SeamError
 from streamgrad.core.replay import as_autocast
+from streamgrad.models.forwards import temporary_attributes
 from streamgrad.models.masks import stream_mask
 
 IMPLEMENTATION = "streamgrad"
@@ -64,15 +65,7 @@ AttentionInterface.register(IMPLEMENTATION, stream_attention_forward)
 AttentionMaskInterface.register(IMPLEMENTATION, stream_mask)
 
 
-@contextmanager
-def streamed_attention_in(configs: Sequence[PretrainedConfig]) -> Iterator[None]:
+def streamed_attention_in(configs: Iterable[PretrainedConfig]) -> AbstractContextManager[None]:
     """Within the block, attention modules and mask functions that read one of `configs` take the streamed implementation."""
     # The internal name: the public setter also writes into sub-configs, which may belong to other towers.
-    previous = [config._attn_implementation_internal for config in configs]
-    for config in configs:
-        config._attn_implementation_internal = IMPLEMENTATION
-    try:
-        yield
-    finally:
-        for config, implementation in zip(configs, previous, strict=True):
-            config._attn_implementation_internal = implementation
+    return temporary_attributes((config, "_attn_implementation_internal", IMPLEMENTATION) for config in configs)

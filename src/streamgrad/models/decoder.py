@@ -26,11 +26,11 @@ from streamgrad.core.storage import HostStore
 from streamgrad.models.arguments import LayerArguments
 from streamgrad.models.attention import streamed_attention_in
 from streamgrad.models.dealing import SequenceGroup, Slices, WholeSequences, sequence_group
-from streamgrad.models.forwards import named_arguments, own_forward, temporary_attribute
+from streamgrad.models.forwards import named_arguments, own_forward, temporary_attributes
 from streamgrad.models.fusion import Fusion
 from streamgrad.models.masks import layer_mask, with_documents
 from streamgrad.models.planning import HeadCosts, Planner
-from streamgrad.models.support import decoder_layers, layer_refusals, modules_outside
+from streamgrad.models.support import decoder_layers, layer_refusals, modules_of
 
 # By the id of the mask a layer was given, which is held as well: no other can come to stand at its address.
 _Masks = dict[int, tuple[object, CausalMask | DenseMask]]
@@ -117,21 +117,21 @@ def _streamed_layers(decoder: Any, stream: DecoderStream, sequences: WholeSequen
     layers = decoder_layers(decoder)
     call = _DecoderCall(decoder, layers, stream, sequences)
     with ExitStack() as restore:
-        rest = modules_outside(decoder, layers)
+        rest = modules_of(decoder, but_for=layers)
         restore.enter_context(streamed_attention_in(_attention_configs(rest)))
         restore.enter_context(Fusion(rest, mode=stream.config.compile).installed())
-        for index, layer in enumerate(layers):
-            restore.enter_context(temporary_attribute(layer, "forward", call.streamed_forward(index)))
-            if getattr(layer, "gradient_checkpointing", False):
-                # A streamed layer already recomputes itself; checkpointing around it would run it a third time.
-                restore.enter_context(temporary_attribute(layer, "gradient_checkpointing", False))
+        forwards = [(layer, "forward", call.streamed_forward(index)) for index, layer in enumerate(layers)]
+        # A streamed layer already recomputes itself; checkpointing around it would run it a third time.
+        checkpointed = [layer for layer in layers if getattr(layer, "gradient_checkpointing", False)]
+        restore.enter_context(temporary_attributes(forwards))
+        restore.enter_context(temporary_attributes((layer, "gradient_checkpointing", False) for layer in checkpointed))
         yield
 
 
 def _attention_configs(modules: list[nn.Module]) -> list[Any]:
     """The configurations that say which attention is used: most often one and the same; replicated layers may hold copies."""
-    configs = [vars(module).get("config") for module in modules]
-    return list({id(config): config for config in configs if hasattr(config, "_attn_implementation_internal")}.values())
+    configs = {id(config): config for module in modules if (config := module.__dict__.get("config")) is not None}
+    return [config for config in configs.values() if hasattr(config, "_attn_implementation_internal")]
 
 
 class _DecoderCall:
@@ -149,9 +149,9 @@ class _DecoderCall:
 
         def streamed(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
             # Not before the call: while a layer's modules are looked at, the device computes the one before.
-            for reason in layer_refusals([layer]):
+            modules = modules_of(layer)
+            for reason in layer_refusals(modules):
                 raise SeamError(reason)
-            modules = list(layer.modules())
             configs, fusion = _attention_configs(modules), Fusion(modules, mode=self.stream.config.compile)
             h_BTE, arguments = LayerArguments.bind(forward, args, kwargs)
 

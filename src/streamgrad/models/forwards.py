@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -86,14 +86,23 @@ def named_arguments(forward: Callable[..., Any], args: tuple, kwargs: dict[str, 
 
 
 @contextmanager
-def temporary_attribute(module: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """An instance attribute for the duration of the block, removed afterwards if there was none."""
-    previous = module.__dict__.get(name, _ABSENT)
-    module.__dict__[name] = value
+def temporary_attributes(settings: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Instance attributes `(object, name, value)` for the duration of the block, removed afterwards where there were none."""
+    previous = []
     try:
+        for owner, name, value in settings:
+            attributes = owner.__dict__
+            previous.append((attributes, name, attributes.get(name, _ABSENT)))
+            attributes[name] = value
         yield
     finally:
-        if previous is _ABSENT:
-            del module.__dict__[name]
-        else:
-            module.__dict__[name] = previous
+        for attributes, name, value in reversed(previous):
+            if value is _ABSENT:
+                del attributes[name]
+            else:
+                attributes[name] = value
+
+
+def temporary_attribute(owner: Any, name: str, value: Any) -> AbstractContextManager[None]:
+    """One of them."""
+    return temporary_attributes([(owner, name, value)])

@@ -20,7 +20,7 @@ from torch.nn.modules import module as _module
 from transformers import activations
 
 from streamgrad.core.fused import Norm, gated, rms_norm, rotary
-from streamgrad.models.forwards import temporary_attribute
+from streamgrad.models.forwards import temporary_attributes
 
 # A program may have put its own in their place.
 _LINEAR = nn.Linear, nn.Linear.forward, nn.Module.__call__
@@ -51,8 +51,7 @@ class Fusion:
     def installed(self) -> Iterator[None]:
         """Within the block, the recognised parts run fused."""
         with ExitStack() as restore:
-            for module, forward in self._forwards:
-                restore.enter_context(temporary_attribute(module, "forward", forward))
+            restore.enter_context(temporary_attributes((module, "forward", forward) for module, forward in self._forwards))
             for names in self._rotary_globals.values():
                 restore.enter_context(_RotarySwitch.of(names).on(self._wants))
             yield

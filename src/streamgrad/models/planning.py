@@ -20,7 +20,7 @@ from streamgrad.core.probe import PROBED_TOKENS, measured_costs
 from streamgrad.core.storage import HostStore
 from streamgrad.head.chunk_size import SHORTEST_CHUNK
 from streamgrad.models.forwards import InstalledForward, temporary_attribute
-from streamgrad.models.support import decoder_layers, modules_outside
+from streamgrad.models.support import decoder_layers, modules_of
 
 logger = logging.getLogger("streamgrad")
 
@@ -185,7 +185,7 @@ def head_known_to_decoder(model: Any, head: nn.Module, *, tokens: int, config: S
     tied = any(parameter is embedding for parameter in head.parameters())
     outside = {
         parameter: parameter.nbytes
-        for module in modules_outside(model, decoder_layers(decoder))
+        for module in modules_of(model, but_for=decoder_layers(decoder))
         for parameter in module._parameters.values()
         if parameter is not None and parameter.requires_grad and parameter is not embedding and parameter.grad is None
     }

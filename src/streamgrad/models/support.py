@@ -7,7 +7,7 @@ that cannot be cut) raises `SeamError` there, so nothing is ever run wrongly.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -68,28 +68,36 @@ def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
     return list(dict.fromkeys((exact or lists or [nn.ModuleList()])[0]))
 
 
-def layer_refusals(layers: list[nn.Module]) -> Iterator[str]:
-    """What in a layer mixes tokens outside of attention, or depends on a whole sequence where it would be shown a chunk.
+def layer_refusals(modules: list[nn.Module]) -> Iterator[str]:
+    """Of a layer and the modules in it: what mixes tokens outside of attention, or depends on a whole sequence where it would be
+    shown a chunk.
 
     And what an engine gathers in parts: it would do so once a chunk, and each rank has its own number of those.
     """
-    for layer in layers:
-        name = type(layer).__name__
-        for path, module in layer.named_modules():
-            place, own = f"{name}.{path}", module.__dict__
-            reason = _class_refusal(type(module))  # type: ignore[arg-type]
-            if reason is not None and (module is not layer or not isinstance(module, FSDPModule)):
-                yield reason.format(place=place, layer=name)
-            if follows_length(module):
-                yield f"{place} is inside the layer and depends on the sequence length ({module.rope_type} rotary embedding)"
-            variants = own.get("lora_variant")
-            if isinstance(variants, dict) and any("ALora" in getattr(v, "__name__", str(v)) for v in variants.values()):
-                yield f"{place} is an activated LoRA (aLoRA), whose offsets count from the end of the whole sequence"
-            if module is not layer and "ds_id" in own:
-                yield (
-                    f"ZeRO-3 gathers the parameters of {name} module by module; so that a layer is gathered as a whole, call "
-                    "streamgrad.distributed.make_zero3_leaves(model) before deepspeed.initialize or accelerator.prepare"
-                )
+    layer = modules[0]
+    for module in modules:
+        own = module.__dict__
+        reason = _class_refusal(type(module))  # type: ignore[arg-type]
+        if reason is not None and (module is not layer or not isinstance(module, FSDPModule)):
+            yield reason.format(place=_place(layer, module), layer=type(layer).__name__)
+        if follows_length(module):
+            yield (
+                f"{_place(layer, module)} is inside the layer and depends on the sequence length ({module.rope_type} rotary "
+                "embedding)"
+            )
+        variants = own.get("lora_variant")
+        if isinstance(variants, dict) and any("ALora" in getattr(v, "__name__", str(v)) for v in variants.values()):
+            yield f"{_place(layer, module)} is an activated LoRA (aLoRA), whose offsets count from the end of the whole sequence"
+        if module is not layer and "ds_id" in own:
+            yield (
+                f"ZeRO-3 gathers the parameters of {type(layer).__name__} module by module; so that a layer is gathered as a "
+                "whole, call streamgrad.distributed.make_zero3_leaves(model) before deepspeed.initialize or accelerator.prepare"
+            )
+
+
+def _place(layer: nn.Module, module: nn.Module) -> str:
+    path = next(path for path, inner in layer.named_modules() if inner is module)
+    return f"{type(layer).__name__}.{path}"
 
 
 @functools.lru_cache(maxsize=1024)
@@ -109,16 +117,20 @@ def _class_refusal(kind: type) -> str | None:
 def follows_length(module: nn.Module) -> bool:
     """Whether it is a rotary embedding whose frequencies follow the longest position that it is shown."""
     kinds = module.__dict__.get("rope_type")
+    if kinds is None:
+        return False
     return any(kind in _LENGTH_DEPENDENT_ROPE for kind in (kinds.values() if isinstance(kinds, dict) else (kinds,)))
 
 
-def modules_outside(root: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
-    """The modules of `root` but for those of its decoder layers, which are not walked through."""
-    skipped, found, pending = {id(layer) for layer in layers}, [], [root]
+def modules_of(root: nn.Module, *, but_for: Sequence[nn.Module] = ()) -> list[nn.Module]:
+    """`root` and all modules in it, each once, without walking into some: `root.modules()` in a quarter of the time."""
+    seen, found, pending = set(but_for), [], [root]
     while pending:
         module = pending.pop()
-        found.append(module)
-        pending += [child for child in module._modules.values() if child is not None and id(child) not in skipped]
+        if module not in seen:
+            seen.add(module)
+            found.append(module)
+            pending += [child for child in module._modules.values() if child is not None]
     return found
 
 
@@ -127,7 +139,8 @@ def _refusals(decoder: Any, layers: list[nn.Module], config: Any) -> Iterator[st
     kinds = set(getattr(config, "layer_types", None) or ()) - _STREAMABLE_LAYER_TYPES
     if kinds:
         yield f"it has layers of type {', '.join(sorted(kinds))}, and only full and sliding-window attention is streamed"
-    yield from layer_refusals(layers)
+    for layer in layers:
+        yield from layer_refusals(modules_of(layer))
     if not isinstance(decoder, PreTrainedModel) or not getattr(decoder, "_supports_attention_backend", False):
         yield "its attention does not go through transformers' AttentionInterface"
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
