@@ -234,8 +234,8 @@ def test_auto_chunks():
 def test_auto_asks_a_gpu_what_is_free(monkeypatch):
     """An eighth of: free on the device and cached by torch, within the fraction that the process may use."""
     gib, device = 2**30, torch.device("cuda", 0)
-    sizes = {"mem_get_info": (6 * gib, 80 * gib), "memory_allocated": 60 * gib, "memory_reserved": 62 * gib}
-    sizes["get_per_process_memory_fraction"] = 1.0
+    counts = {"allocated_bytes": {"all": {"current": 60 * gib}}, "reserved_bytes": {"all": {"current": 62 * gib}}}
+    sizes = {"mem_get_info": (6 * gib, 80 * gib), "memory_stats_as_nested_dict": counts, "get_per_process_memory_fraction": 1.0}
     for name in sizes:
         monkeypatch.setattr(torch.cuda, name, lambda device, name=name: sizes[name])
     assert choose_head_chunk(10**6, 2**18, 2, device) == 2048  # (6 + 2) / 8 GiB

@@ -10,14 +10,17 @@ import torch
 from streamgrad.core.policy import HOST_SHARE
 
 
-def device_budget_bytes(device: torch.device) -> float:
-    """What this process may hold on a CUDA device: what it holds now, and what is free, within its own limit if it has one."""
+def device_memory(device: torch.device) -> tuple[int, float]:
+    """Bytes of this process's tensors on a CUDA device, and what they may grow to: all that the process has now and what is free,
+    within its own limit if it has one."""
     if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
+    # `memory_allocated` and `memory_reserved` flatten hundreds of numbers each, while a device may be waiting for its next kernel.
+    count = torch.cuda.memory_stats_as_nested_dict(device)
+    held, reserved = (count[name]["all"]["current"] if count else 0 for name in ("allocated_bytes", "reserved_bytes"))
     free, total = torch.cuda.mem_get_info(device)
-    within_reach = torch.cuda.memory_reserved(device) + free
     fraction = torch.cuda.get_per_process_memory_fraction(device)
-    return min(within_reach, fraction * total)
+    return held, min(reserved + free, fraction * total)
 
 
 def host_budget_bytes(*, held_bytes: int) -> float:

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from streamgrad.core.machine import device_budget_bytes
+from streamgrad.core.machine import device_memory
 from streamgrad.head.chunk_size import FREE_SHARE, head_chunk_within
 
 CHUNK_WITHOUT_GPU = 2048
@@ -62,8 +62,8 @@ class TargetRows:
             return self._asked
         device, budget = self.targets_N.device, None
         if self._limit is not None and device.type == "cuda":
-            free = min(self._limit, device_budget_bytes(device)) - torch.cuda.memory_allocated(device)
-            budget = int(max(0, free) // FREE_SHARE)
+            held, limit = device_memory(device)
+            budget = int(max(0, min(self._limit, limit) - held) // FREE_SHARE)
         return choose_head_chunk(self.count, self._vocabulary, self._itemsize, device, budget)
 
     @property
@@ -84,7 +84,8 @@ def choose_head_chunk(tokens: int, vocabulary: int, itemsize: int, device: torch
     if budget_bytes is None:
         if device.type != "cuda":
             return CHUNK_WITHOUT_GPU
-        budget_bytes = int(device_budget_bytes(device) - torch.cuda.memory_allocated(device)) // FREE_SHARE
+        held, limit = device_memory(device)
+        budget_bytes = int(limit - held) // FREE_SHARE
     return head_chunk_within(budget_bytes, tokens, vocabulary, itemsize)
 
 

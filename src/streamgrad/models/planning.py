@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from streamgrad.config import StreamConfig
 from streamgrad.core.exchange import Exchange
-from streamgrad.core.machine import device_budget_bytes, host_budget_bytes
+from streamgrad.core.machine import device_memory, host_budget_bytes
 from streamgrad.core.moments import LayerCosts, LayerPolicy, Shape, embedding_parts, head_parts
 from streamgrad.core.policy import MARGIN, USUAL_CHUNK, Plan, Step, choose_plan, readable, regular_chunk
 from streamgrad.core.probe import PROBED_TOKENS, measured_costs
@@ -74,10 +74,10 @@ class Planner:
         on_cuda = h_BTE.device.type == "cuda"
         # Without the first layer's input, which is counted with what layers keep, unless it is held as a leaf of the graph.
         own = 0 if h_BTE.is_leaf and h_BTE.requires_grad else h_BTE.nbytes
-        resident = torch.cuda.memory_allocated(h_BTE.device) - own if on_cuda else _bytes_of(decoder)
+        held, limit = device_memory(h_BTE.device) if on_cuda else (_bytes_of(decoder), float("inf"))
+        resident = held - own if on_cuda else held
         # In round numbers, so that steps which are alike have the same plan, which then is found once.
-        limit = _floor((1.0 - MARGIN) * device_budget_bytes(h_BTE.device), 2**26) if on_cuda else float("inf")
-        budget = min(limit, config.budget_bytes or float("inf"))
+        budget = min(_floor((1.0 - MARGIN) * limit, 2**26), config.budget_bytes or float("inf"))
         host = _floor(host_budget_bytes(held_bytes=store.total_bytes), 2**30)
         # Ranks that share a sequence exchange as often as they run attention: all must choose the same plan.
         resident, *missing = exchange.most(resident, -budget, -host)
