@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from streamgrad.cli.device import chosen_device
 # --- What is imported -----------------------------------------------------------------------------------------------------------
 
 
-def imported_by(*words: str) -> set[str]:
+def imported_by(*words: str, **environment: str) -> set[str]:
     """The packages that a command imports, in a fresh interpreter."""
     code = f"""
 import atexit, json, sys
@@ -29,22 +30,42 @@ atexit.register(lambda: print(json.dumps(sorted({{name.partition(".")[0] for nam
 sys.argv = {["streamgrad", *words]!r}
 main()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=os.environ | environment)
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
-HEAVY = {"trl", "datasets", "matplotlib", "deepspeed", "torchvision", "pandas"}
+HEAVY = {"trl", "datasets", "matplotlib", "PIL", "deepspeed", "torchvision", "pandas"}
+SECONDS = {"torch", "transformers", "peft", "numpy"}
 
 
 @pytest.mark.parametrize("option", ["--help", "--version"])
 def test_the_list_of_commands_needs_neither_torch_nor_transformers(option):
-    assert not imported_by(option) & (HEAVY | {"torch", "transformers", "numpy"})
+    assert not imported_by(option) & (HEAVY | SECONDS)
 
 
-def test_a_plan_imports_transformers_and_nothing_heavier():
-    imported = imported_by("plan", "qwen3-0.6b", "--seq-len", "1000")
-    assert {"torch", "transformers"} <= imported and not imported & HEAVY
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--seq-len", "65536", "--json"],
+        ["--max", "--method", "lora", "--objective", "dpo", "--engine", "zero3", "--gpus", "8"],
+    ],
+)
+def test_a_plan_of_a_preset_needs_neither_torch_nor_transformers(options):
+    assert not imported_by("plan", "qwen3-8b", *options) & (HEAVY | SECONDS)
+
+
+def test_a_plan_with_a_picture_needs_what_draws_it(tmp_path):
+    imported = imported_by("plan", "qwen3-8b", "--max", "--out", str(tmp_path / "plan.png"))
+    assert "matplotlib" in imported and not imported & {"torch", "transformers"}
+
+
+def test_a_directory_is_planned_with_transformers_once(tmp_path):
+    AutoConfig.for_model("qwen3", num_hidden_layers=2).save_pretrained(tmp_path / "model")
+    words, cache = ["plan", str(tmp_path / "model"), "--seq-len", "1000"], {"STREAMGRAD_CACHE": str(tmp_path / "cache")}
+    first, second = imported_by(*words, **cache), imported_by(*words, **cache)
+    assert {"torch", "transformers"} <= first and not first & (HEAVY - {"PIL"})
+    assert not second & (HEAVY | SECONDS)
 
 
 def test_public_names_are_found_when_they_are_asked_for():
