@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from streamgrad.bench import predicted
-from streamgrad.bench.predicted import ABOVE, BELOW, CONFIGURATIONS, Configuration, Found, found_in, measure_all
+from streamgrad.bench.predicted import ABOVE, BELOW, CONFIGURATIONS, Configuration, Found, found_in
 from streamgrad.bench.records import rows_in
 
 RECORDS = rows_in(Path(__file__).parents[1] / "benchmarks" / "results" / "predicted.jsonl")
@@ -25,7 +28,7 @@ def test_a_step_below_and_one_above_under_the_cap(monkeypatch):
     monkeypatch.setattr(predicted, "capped", capped)
     monkeypatch.setattr(predicted, "measure_steps", lambda **options: calls.append(options) or iter(()))
     configuration = Configuration("qwen3-0.6b", "lora", "6GiB")
-    assert list(measure_all([configuration])) == []
+    assert list(configuration.measure()) == []
     (call,) = calls
     tokens = configuration.longest_tokens()
     assert caps == [6 * 2**30] and call["lengths"] == [int(BELOW * tokens), int(ABOVE * tokens)] and tokens > 10_000
@@ -39,6 +42,15 @@ def test_a_step_below_and_one_above_under_the_cap(monkeypatch):
 )
 def test_a_prediction_holds_wherever_the_true_length_lies(fitted, failed, holds):
     assert Found(CONFIGURATIONS[0], fitted, failed).holds(100_000) == holds
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_once(tmp_path):
+    """From the process of the first configuration; the others are not tried."""
+    command = [sys.executable, "-m", "streamgrad", "bench", "predicted", "--out", str(tmp_path / "rows.jsonl")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("torch sees none") == 1 and "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_records_by_configuration():

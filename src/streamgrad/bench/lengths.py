@@ -170,6 +170,8 @@ def measure_cells(
 @contextmanager
 def capped(limit_bytes: int) -> Iterator[None]:
     """Within the block, the process may hold at most `limit_bytes` of the device."""
+    if not torch.cuda.is_available():
+        raise ValueError("the memory of a GPU is to be capped, and torch sees none. Run this on a machine with one.")
     _, total = torch.cuda.mem_get_info()
     torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total))
     try:

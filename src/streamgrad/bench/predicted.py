@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from streamgrad.bench.lengths import capped
@@ -77,10 +76,6 @@ CONFIGURATIONS = (
     Configuration("gemma-3-1b", "full", "6GiB", offload="auto"),
     Configuration("gemma-3-1b", "lora", "4GiB", offload="auto"),
 )
-
-
-def measure_all(chosen: Sequence[Configuration], session: Session = EVERYTHING) -> Iterator[StepRecord]:
-    return chain.from_iterable(configuration.measure(session) for configuration in chosen)
 
 
 @dataclass(frozen=True)

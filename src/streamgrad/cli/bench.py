@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import StrEnum
@@ -332,9 +334,16 @@ def bench_predicted(
 
     `python -m streamgrad bench predicted --model qwen3-4b --training lora --gpu-memory 16GiB`
     """
-    one = [] if model is None else [predicted_bench.Configuration(model, training, gpu_memory, offload)]
-    chosen = one or predicted_bench.CONFIGURATIONS
-    _run_steps(partial(predicted_bench.measure_all, chosen), out, cells=2 * len(chosen), resume=resume)
+    if model is not None:
+        configuration = predicted_bench.Configuration(model, training, gpu_memory, offload)
+        _run_steps(configuration.measure, out, cells=2, resume=resume)
+        return
+    for configuration in predicted_bench.CONFIGURATIONS:
+        # Each in a process of its own: a step that ran out of memory leaves some of it behind.
+        arguments = [*configuration.command.split()[1:], "--out", str(out), *(["--resume"] if resume else [])]
+        status = subprocess.run([sys.executable, *arguments], check=False).returncode
+        if status:
+            raise typer.Exit(status)
 
 
 @bench.command("precision")

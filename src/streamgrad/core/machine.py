@@ -15,7 +15,7 @@ def device_memory(device: torch.device) -> tuple[int, float]:
     within its own limit if it has one."""
     if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    # `memory_allocated` and `memory_reserved` flatten hundreds of numbers each, while a device may be waiting for its next kernel.
+    # `memory_allocated` and `memory_reserved` flatten hundreds of numbers each, while a device may wait for its next kernel.
     count = torch.cuda.memory_stats_as_nested_dict(device)
     held, reserved = (count[name]["all"]["current"] if count else 0 for name in ("allocated_bytes", "reserved_bytes"))
     free, total = torch.cuda.mem_get_info(device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
@@ -44,6 +44,7 @@ class Planner:
     def __init__(self, config: StreamConfig) -> None:
         self.config = config
         self.latest: Plan | None = None
+        self._shape_with_segments: torch.Size | None = None
         self._costs: dict[tuple, LayerCosts] = {}
 
     def chunk_size(self, batch: int, sequence: int) -> int:
@@ -100,6 +101,9 @@ class Planner:
             self._refuse(step, plan, budget, host, offload, exchange.chunk_size)
         if self.latest is None or plan.policies != self.latest.policies:
             logger.debug("streamgrad: %d x %d tokens within %.1f GiB: %s", batch, sequence, budget / 2**30, plan)
+        if on_cuda and self._shape_with_segments != h_BTE.shape:
+            _give_segments(h_BTE, sum(not policy.on_host for policy in plan.policies))
+            self._shape_with_segments = h_BTE.shape
         self.latest = plan
         return plan
 
@@ -160,6 +164,17 @@ class Planner:
             budget_bytes=budget,
             host_budget_bytes=host,
         )
+
+
+def _give_segments(h_BTE: Tensor, count: int) -> None:
+    """Let the allocator take a segment from the device for each of `count` hidden states that will be kept.
+
+    It would else carve them, one by one, out of larger blocks that are free for a moment, and what remains of such a block is too
+    small for the tensors it was taken for: fragments of a fifth of the memory, where layers keep their inputs alone.
+    """
+    with suppress(torch.OutOfMemoryError):  # as much as there is
+        held = [torch.empty_like(h_BTE) for _ in range(count)]
+        del held
 
 
 def _floor(count: float, unit: int) -> float:
