@@ -290,7 +290,7 @@ class TestRotaryKernel:
     @pytest.mark.parametrize("key_heads", [1, 3])
     def test_rotary(self, shape, dtype, shared_angles, key_heads):
         torch.manual_seed(0)
-        batch, length, heads, size = shape
+        batch, length, _, size = shape
         cos, sin = torch.randn(2, 1 if shared_angles else batch, length, size)
 
         def turned(query_BLHD, key_BLGD):
