@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import asdict
 from functools import partial
@@ -286,12 +287,19 @@ def test_numbers_that_are_none(on_cpu):
     assert isinstance(result.exception, ValueError) and "'6k' is not a list of whole numbers" in str(result.exception)
 
 
-def test_a_step_under_fsdp2(tiny_preset):
+@pytest.mark.parametrize("method", ["streamgrad-fsdp2", "streamgrad-zero3"])
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of collectives that DeepSpeed calls by their older names
+def test_a_step_under_an_engine(method, tiny_preset, monkeypatch):
     """With one rank. The step and its memory are there, and the group can be left."""
-    options = tiny_preset | {"methods": ["streamgrad", "streamgrad-fsdp2"]}
+    options = tiny_preset | {"methods": ["streamgrad", method]}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")  # so that what is set there is gone afterwards
+    if method == "streamgrad-zero3":
+        # Or it is compiled, for a minute.
+        monkeypatch.setitem(importlib.import_module("deepspeed").ops.__compatible_ops__, "deepspeed_shm_comm", False)
     try:
         alone, sharded = step.measure_steps(**options)
     finally:
         torch.distributed.destroy_process_group()
-    assert (alone.method, sharded.method) == ("streamgrad", "streamgrad-fsdp2")
+    assert (alone.method, sharded.method) == ("streamgrad", method)
     assert sharded.error is None and sharded.step_ms > 0 and sharded.policy["plan"] == alone.policy["plan"]

@@ -31,6 +31,14 @@ def parse_bytes(value: int | float | str) -> int:
     return int(count)
 
 
+def parse_tokens(name: str, value: str) -> int | str:
+    """Of the option `name` in a command line: "auto", or a number of tokens."""
+    try:
+        return value if value == "auto" else int(value)
+    except ValueError:
+        raise ValueError(f"{name}={value!r} is not a number of tokens. Pass a whole number of at least 1, or 'auto'.") from None
+
+
 @dataclass(frozen=True, kw_only=True)
 class StreamConfig:
     """How a model is streamed. Every choice gives the same gradient; they differ in time and memory.

@@ -7,6 +7,7 @@ gradients of the other layers and, where they stay on the device, what those kee
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -104,6 +105,8 @@ def measure_memory(
     session: Session = EVERYTHING,
 ) -> Iterator[StepRecord]:
     """Peak bytes at several lengths where layers keep their inputs alone, one step each after one that warms up."""
+    if training not in ("full", "lora"):
+        raise ValueError(f"training={training!r} is not a choice. Pass full or lora.")
     yield from measure_steps(
         model=model, lengths=lengths, methods=methods, config=StreamConfig(keep="input", offload=offload), runs=1, warm_ups=1,
         layers=layers, training=training, command=command, benchmark="memory", session=session,
@@ -143,6 +146,8 @@ def measure_cells(
     chosen: Sequence[Cell], *, factor: float, offload: str, card_bytes: int, command: str, session: Session = EVERYTHING
 ) -> Iterator[StepRecord]:
     """One step of each cell at `factor` times its length, under a cap on the process's device memory."""
+    if not 0 < factor < math.inf:
+        raise ValueError(f"factor={factor:g} gives no length. Pass a finite number above 0.")
     if not torch.cuda.is_available():
         raise ValueError("bench max-length measures a GPU, and torch sees none.")
     for cell in chosen:

@@ -1,4 +1,4 @@
-"""The methods that streamgrad is measured beside, and an engine that it is measured under, set up as their authors would.
+"""The methods that streamgrad is measured beside, and engines that it is measured under, set up as their authors would.
 
 `mst` is the Mini-Sequence Transformer (Luo et al. 2024, arXiv 2407.15892), in plain PyTorch from its description: gradient
 checkpointing, the MLP run on one piece of the sequence after the other, and head and cross entropy likewise, with each piece's
@@ -10,7 +10,9 @@ Shapes: B sequences, T tokens, E model width, V vocabulary.
 from __future__ import annotations
 
 import importlib
+import os
 from types import MethodType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from streamgrad.distributed.zero3 import make_zero3_leaves
 from streamgrad.models.support import decoder_layers
 
 MLP_PIECE_TOKENS = 4096
@@ -41,12 +44,35 @@ def apply_liger(model_type: str, *, fused_loss: bool) -> None:
 
 def shard_for_one_rank(network: PreTrainedModel, device: torch.device) -> None:
     """FSDP2 as for several GPUs, with this process as the only rank: what the engine itself costs a step."""
-    if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    _be_the_only_rank(device)
     mesh = init_device_mesh(device.type, (1,))
     for unit in [*decoder_layers(network.get_decoder()), network]:
         fully_shard(unit, mesh=mesh)
+
+
+def zero3_for_one_rank(network: PreTrainedModel, device: torch.device) -> Any:
+    """DeepSpeed's engine, ZeRO-3 as for several GPUs, with this process as the only rank; it keeps weights in fp32 as well."""
+    try:
+        deepspeed = importlib.import_module("deepspeed")
+    except ModuleNotFoundError as error:
+        raise ValueError("the method streamgrad-zero3 needs deepspeed. Run: pip install deepspeed") from error
+    _be_the_only_rank(device)
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # which DeepSpeed reads whoever has made the group
+    make_zero3_leaves(network)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": network.dtype == torch.bfloat16},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 3},
+    }
+    engine, *_ = deepspeed.initialize(model=network, optimizer=torch.optim.SGD(network.parameters(), lr=0.0), config=config)
+    return engine
+
+
+def _be_the_only_rank(device: torch.device) -> None:
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def split_mlps(network: PreTrainedModel) -> None:

@@ -26,6 +26,7 @@ from streamgrad.bench.peers import (
     apply_liger,
     mini_sequence_loss,
     shard_for_one_rank,
+    zero3_for_one_rank,
     split_mlps,
 )
 from streamgrad.bench.records import EVERYTHING, Session, device_name, median_ms, rows_in, versions
@@ -35,9 +36,9 @@ from streamgrad.core.moments import KEYS_AT_ONCE
 from streamgrad.models.forwards import InstalledForward
 from streamgrad.models.presets import preset_config, preset_model
 
-METHODS = ("hf", "mst", "liger", "liger-offload", "streamgrad", "streamgrad-fsdp2", "streamgrad-liger")
+METHODS = ("hf", "mst", "liger", "liger-offload", "streamgrad", "streamgrad-fsdp2", "streamgrad-zero3", "streamgrad-liger")
 # Liger patches transformers for the whole process: its kernels come after everything else, its fused loss last.
-_ORDER = ("hf", "mst", "streamgrad", "streamgrad-fsdp2", "streamgrad-liger", "liger", "liger-offload")
+_ORDER = ("hf", "mst", "streamgrad", "streamgrad-fsdp2", "streamgrad-zero3", "streamgrad-liger", "liger", "liger-offload")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +144,7 @@ def measure_steps(
             split_mlps(network)
         if method == "streamgrad-fsdp2":
             shard_for_one_rank(network, device)
+        engine = zero3_for_one_rank(network, device) if method == "streamgrad-zero3" else None
         for cell, used in pending:
             batch, length = cell["batch"], cell["seq_len"]
             session.tell(f"{model} {method} at {batch} x {length:,}")
@@ -153,7 +155,7 @@ def measure_steps(
             ids_BT = torch.randint(0, network.config.vocab_size, (batch, length), device=device)
             held_bytes = ballast(network, batch * length) if ballast else 0
             outcome = _measure(
-                _step_of(method, objective, network, ids_BT, reference), device, runs, warm_ups=warm_ups,
+                _step_of(method, objective, network, ids_BT, reference, engine), device, runs, warm_ups=warm_ups,
                 kernels=kernels and streams, held_bytes=held_bytes,
             )  # fmt: skip
             installed = InstalledForward.on(network.get_decoder())
@@ -167,7 +169,7 @@ def measure_steps(
             streamgrad.disable(network)
             if reference is not None:
                 streamgrad.disable(reference)
-        network = reference = installed = None  # or the next method would be measured beside them
+        network = reference = installed = engine = None  # or the next method would be measured beside them
 
 
 def _check_choices(methods: Sequence[str], objective: str) -> None:
@@ -205,11 +207,16 @@ def _peers_policy(method: str) -> dict[str, Any]:
     return policy | {"mlp_piece_tokens": MLP_PIECE_TOKENS, "head_pieces": HEAD_PIECES} if method == "mst" else policy
 
 
-def _step_of(method: str, objective: str, network: Any, ids_BT: torch.Tensor, reference: Any) -> Callable[[], None]:
+def _step_of(
+    method: str, objective: str, network: Any, ids_BT: torch.Tensor, reference: Any, engine: Any
+) -> Callable[[], None]:
     def step() -> None:
         network.zero_grad(set_to_none=True)
-        loss = mini_sequence_loss(network, ids_BT) if method == "mst" else OBJECTIVES[objective](network, ids_BT, reference)
-        loss.backward()
+        if method == "mst":
+            loss = mini_sequence_loss(network, ids_BT)
+        else:
+            loss = OBJECTIVES[objective](engine or network, ids_BT, reference)
+        (engine.backward if engine else torch.autograd.backward)(loss)
 
     return step
 

@@ -29,7 +29,7 @@ from streamgrad.bench.report import REPORT, write_report
 from streamgrad.check.precision import check_precision
 from streamgrad.cli.check import check_table
 from streamgrad.cli.tables import head_table, linear_table, step_table, tokens_of
-from streamgrad.config import parse_bytes
+from streamgrad.config import parse_bytes, parse_tokens
 from streamgrad.models.presets import config_of
 
 _RESUME = "Leave out what the file has from the same command, on this device, with these versions."
@@ -115,7 +115,7 @@ def bench_head(
             shape=head_bench.Shape(tokens or default.tokens, width or default.width, vocabulary or default.vocabulary),
             device=target,
             dtype=getattr(torch, dtype or (Dtype.bfloat16 if on_gpu else Dtype.float32)),
-            chunk_size=int(chunk_size) if chunk_size.isdecimal() else chunk_size,
+            chunk_size=parse_tokens("chunk_size", chunk_size),
             runs=runs,
         ):
             append_records(out, [record])
@@ -165,7 +165,7 @@ def bench_step(
     command += "".join(f" --{name.replace('_', '-')} {value}" for name, value in options.items() if value != "auto")
     command += "" if memory_budget is None else f" --memory-budget {memory_budget}"
     command += (" --kernels" if kernels else "") + (f" --warm-ups {warm_ups}" if warm_ups != 4 else "")
-    options["chunk_size"] = int(chunk_size) if chunk_size.isdecimal() else chunk_size
+    options["chunk_size"] = parse_tokens("chunk_size", chunk_size)
     budgets = step_bench.peaks_in(out, method="liger", model=model, lengths=lengths) if memory_budget == "liger" else None
     config = streamgrad.StreamConfig(**options, memory_budget=None if budgets else memory_budget)
     measure = partial(
@@ -177,9 +177,12 @@ def bench_step(
 
 def _numbers(text: str) -> list[int]:
     try:
-        return [int(number) for number in text.split(",")]
+        numbers = [int(number) for number in text.split(",")]
     except ValueError:
-        raise ValueError(f"{text!r} is not a list of whole numbers. Separate them by commas, as in 6000,12000.") from None
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise ValueError(f"{text!r} is not a list of whole numbers from 1 on. Separate them by commas, as in 6000,12000.")
+    return numbers
 
 
 def _run_steps(

@@ -29,7 +29,7 @@ from streamgrad.core.probe import measured_costs
 from streamgrad.core.sums import accumulator_dtype
 from streamgrad.models.decoder import DecoderStream, decoder_forward
 from streamgrad.models.forwards import InstalledForward
-from streamgrad.models.presets import with_layers
+from streamgrad.models.presets import short_reason, with_layers
 from streamgrad.models.shape import LayerProfile, ModelShape
 from streamgrad.models.support import decoder_layers, find_decoder, sliding_window
 
@@ -78,6 +78,11 @@ def meta_model(config: PretrainedConfig, *, dtype: torch.dtype, lora_rank: int |
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(copy.deepcopy(config)).train()  # it keeps, and may change, what it is given
+    except Exception as error:  # of any kind: no class of transformers' says in one way what it cannot be made of
+        raise ValueError(
+            f"transformers cannot build a {config.model_type} model of this configuration: "
+            f"{type(error).__name__}: {short_reason(error)}"
+        ) from error
     finally:
         torch.set_default_dtype(previous)
     if lora_rank is not None:

@@ -34,6 +34,14 @@ def may_be_on_hub(name: str) -> bool:
     return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
 
 
+def check_stored(model: str | os.PathLike) -> None:
+    """Raise for what is no path and cannot be a name on the hub."""
+    if not os.path.exists(model) and not may_be_on_hub(str(model)):
+        raise ValueError(
+            f"model={str(model)!r}: there is no such directory. Pass one, or a name on the hub such as Qwen/Qwen3-8B."
+        )
+
+
 def check_found(model: str | os.PathLike) -> None:
     """Raise for what is neither a preset nor a path, and cannot be a name on the hub."""
     name = str(model)

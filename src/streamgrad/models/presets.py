@@ -9,12 +9,16 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from streamgrad.models.names import check_found, may_be_on_hub, preset, preset_names
+from streamgrad.models.names import check_found, check_stored, preset, preset_names
 
 # Long enough for every benchmark; rotary embeddings cost nothing for positions that are not used.
 _POSITIONS = 1 << 22
 # In characters: some of transformers' messages list every class there is.
 _LONGEST_REASON = 300
+# Where a configuration has them as numbers.
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+)  # fmt: skip
 
 
 def preset_config(name: str) -> PretrainedConfig:
@@ -25,7 +29,7 @@ def preset_config(name: str) -> PretrainedConfig:
 def config_of(model: Any) -> PretrainedConfig:
     """Of a preset's name, a directory with a `config.json`, a name on the hub, a configuration or a model.
 
-    It is that of a causal language model; another one is a ValueError.
+    It is that of a causal language model, with something in it; another one is a ValueError.
     """
     if isinstance(model, PretrainedConfig):
         config = model
@@ -39,19 +43,26 @@ def config_of(model: Any) -> PretrainedConfig:
         check_found(model)
         config = stored_config(model)
     check_causal(config)
+    check_sizes(config)
     return config
 
 
 def stored_config(model: str | os.PathLike, **options: Any) -> PretrainedConfig:
     """Of a directory with a `config.json` or a name on the hub; `options` are those of `AutoConfig.from_pretrained`."""
-    name = str(model)
-    if not os.path.exists(name) and not may_be_on_hub(name):
-        raise ValueError(f"model={name!r}: there is no such directory. Pass one, or a name on the hub such as Qwen/Qwen3-8B.")
+    check_stored(model)
     try:
         return AutoConfig.from_pretrained(model, **options)
     except Exception as error:  # of any kind: files, connections and the checks of each configuration fail in their own ways
-        reason = " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
-        raise ValueError(f"model={name!r} has no configuration that transformers can load: {reason}") from error
+        reason, hint = short_reason(error), ". Pass one whose config.json save_pretrained has written."
+        raise ValueError(
+            f"model={str(model)!r} has no configuration that transformers can load: "
+            + (reason.rstrip(".") + hint if os.path.exists(model) else reason)
+        ) from error
+
+
+def short_reason(error: Exception) -> str:
+    """What it says, in one line that is not too long."""
+    return " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
 
 
 def check_causal(config: PretrainedConfig) -> None:
@@ -63,6 +74,15 @@ def check_causal(config: PretrainedConfig) -> None:
     else:
         return
     raise ValueError(f"a {config.model_type} model is not a causal language model: {reason}. Pass a decoder-only model.")
+
+
+def check_sizes(config: PretrainedConfig) -> None:
+    """transformers builds models with nothing in them, and all that is divided by their sizes fails later."""
+    text = config.get_text_config(decoder=True)
+    for name in _SIZES:
+        size = getattr(text, name, None)
+        if isinstance(size, int) and size < 1:
+            raise ValueError(f"a {config.model_type} model of {name}={size} has nothing to train. Sizes in a config.json start at 1.")
 
 
 def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:

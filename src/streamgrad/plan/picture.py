@@ -12,7 +12,7 @@ _LABELLED = 0.03
 
 
 def draw(report: Report, path: Path) -> None:
-    """Write a PNG (or whatever the name's ending says)."""
+    """Write a PNG, or whatever the name's ending says."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure  # without pyplot: no display, no global state
 
@@ -51,4 +51,4 @@ def draw(report: Report, path: Path) -> None:
     figure.legend([unique[name] for name in ordered], ordered, loc="outside right center", frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, format=path.suffix.removeprefix(".") or "png")  # by itself it would write another file

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -31,8 +32,9 @@ from trl import (
 )
 from trl.scripts.grpo import GRPOScriptArguments
 
-from streamgrad.config import ATTENTION_BACKENDS, COMPILE_MODES, KEEP_POLICIES, OFFLOAD_PLACES, StreamConfig
-from streamgrad.models.presets import check_causal, may_be_on_hub, preset_names, stored_config
+from streamgrad.config import ATTENTION_BACKENDS, COMPILE_MODES, KEEP_POLICIES, OFFLOAD_PLACES, StreamConfig, parse_tokens
+from streamgrad.models.names import check_stored, may_be_on_hub, preset_names
+from streamgrad.models.presets import check_causal, stored_config
 from streamgrad.trl.trainers import StreamDPOTrainer, StreamGRPOTrainer, StreamSFTTrainer
 
 # By objective: the trainer, its arguments, and the arguments of TRL's script for it.
@@ -58,6 +60,8 @@ _COUNTS = (
     "num_iterations", "max_completion_length", "steps_per_generation", "generation_batch_size", "lora_r",
 )  # fmt: skip
 _LARGEST_COUNT = 1 << 31
+# What bounds something, and bounds nothing if it is infinite.
+_BOUNDS = ("max_grad_norm", "epsilon", "epsilon_high", "delta")
 
 
 def _stream_arguments() -> type:
@@ -72,9 +76,9 @@ def _stream_arguments() -> type:
 
 def _stream_config(arguments: Any) -> StreamConfig:
     given: dict[str, Any] = dict(vars(arguments))
-    for name, value in given.items():
-        if isinstance(value, str) and value.lstrip("-").isdigit():
-            given[name] = int(value)
+    for name in ("chunk_size", "head_chunk_size"):
+        if isinstance(given[name], str):
+            given[name] = parse_tokens(name, given[name])
     try:
         return StreamConfig(**given)
     except TypeError as error:
@@ -96,7 +100,8 @@ class Command:
     def parse(cls, objective: str, arguments: Sequence[str], without_model: dict[str, Any] | None = None) -> Command:
         """`arguments` as TRL's command line has them, with `--config file.yaml` or without.
 
-        `without_model` replaces defaults of TRL's where no model is named.
+        `without_model` replaces defaults of TRL's where no model is named. An option that does not exist ends the program with
+        the usage and exit code 2, as one that cannot be read does.
         """
         if objective not in OBJECTIVES:
             raise ValueError(f"{objective!r} is not an objective. Pass one of {', '.join(OBJECTIVES)}.")
@@ -113,9 +118,14 @@ class Command:
             # The model alone first: a TrainingArguments checks itself when it is made, and its defaults depend on the answer.
             only_model = TrlParser((ModelConfig,), add_help=False)
             model, others = only_model.parse_args_and_config(list(arguments), return_remaining_strings=True)
-            if model.model_name_or_path is None and not {"-h", "--help"} & set(others):
-                parser.set_defaults_with_config(**without_model or {})
-            script, training, model, mixture, stream = parser.parse_args_and_config(list(arguments))
+            if not {"-h", "--help"} & set(others):
+                if model.model_name_or_path is None:
+                    parser.set_defaults_with_config(**without_model or {})
+                else:
+                    _check_name(model.model_name_or_path)
+            script, training, model, mixture, stream, in_file, unknown = parser.parse_args_and_config(
+                list(arguments), return_remaining_strings=True, separate_remaining_strings=True
+            )
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"the file given as --config could not be read: {error}.") from error
         except yaml.YAMLError as error:
@@ -126,7 +136,20 @@ class Command:
             raise ValueError(
                 f"a count such as --num_generations is 0, and TRL divides by it ({error}). Pass at least 1."
             ) from error
-        _check_counts(vars(training) | vars(model))
+        except ValueError as error:
+            if "bf16/gpu" not in str(error):
+                raise
+            raise ValueError(
+                "bf16 is the default and needs a GPU that has it, and torch sees none. Pass --use_cpu to train on processors, or "
+                "--bf16 false."
+            ) from error
+        if unknown:
+            parser.error(f"no such option: {' '.join(unknown)}")
+        if in_file:
+            raise ValueError(f"the file given as --config has options that do not exist: {' '.join(in_file[::2])}.")
+        options = vars(script) | vars(training) | vars(model) | vars(mixture)
+        _check_counts(options)
+        _check_finite(options)
         _check_launch(training)
         return cls(objective, script, training, model, mixture, _stream_config(stream))
 
@@ -137,8 +160,6 @@ class Command:
     def check_model(self) -> None:
         """Raise, before anything is loaded, for a model that is not there or that TRL cannot load for training."""
         name = self.model.model_name_or_path
-        if name in preset_names() and not os.path.exists(name):
-            raise ValueError(f"model={name!r} is a preset, a shape without weights. Pass a directory, or a name on the hub.")
         config = stored_config(name, revision=self.model.model_revision, trust_remote_code=self.training.trust_remote_code)
         if config.is_encoder_decoder:
             check_causal(config)
@@ -173,11 +194,24 @@ class Command:
         return [model, *named] if model else named
 
 
+def _check_name(name: str) -> None:
+    if name in preset_names() and not os.path.exists(name):
+        raise ValueError(f"model={name!r} is a preset, a shape without weights. Pass a directory, or a name on the hub.")
+    check_stored(name)
+
+
 def _check_counts(options: dict[str, Any]) -> None:
     for name in _COUNTS:
         count = options.get(name)
         if count is not None and not 1 <= count <= _LARGEST_COUNT:
             raise ValueError(f"{name}={count} will not do: it counts something. Pass a whole number from 1 to {_LARGEST_COUNT}.")
+
+
+def _check_finite(options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(number, float) and not math.isfinite(number) and (math.isnan(number) or name not in _BOUNDS):
+                raise ValueError(f"{name}={value} will not do: every number that is made with it would be none. Pass a finite one.")
 
 
 def _check_launch(training: Any) -> None:
