@@ -26,8 +26,8 @@ from streamgrad.bench.peers import (
     apply_liger,
     mini_sequence_loss,
     shard_for_one_rank,
-    zero3_for_one_rank,
     split_mlps,
+    zero3_for_one_rank,
 )
 from streamgrad.bench.records import EVERYTHING, Session, device_name, median_ms, rows_in, versions
 from streamgrad.config import StreamConfig
@@ -207,9 +207,7 @@ def _peers_policy(method: str) -> dict[str, Any]:
     return policy | {"mlp_piece_tokens": MLP_PIECE_TOKENS, "head_pieces": HEAD_PIECES} if method == "mst" else policy
 
 
-def _step_of(
-    method: str, objective: str, network: Any, ids_BT: torch.Tensor, reference: Any, engine: Any
-) -> Callable[[], None]:
+def _step_of(method: str, objective: str, network: Any, ids_BT: torch.Tensor, reference: Any, engine: Any) -> Callable[[], None]:
     def step() -> None:
         network.zero_grad(set_to_none=True)
         if method == "mst":
