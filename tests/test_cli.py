@@ -39,9 +39,11 @@ HEAVY = {"trl", "datasets", "matplotlib", "PIL", "deepspeed", "torchvision", "pa
 SECONDS = {"torch", "transformers", "peft", "numpy"}
 
 
-@pytest.mark.parametrize("option", ["--help", "--version"])
-def test_the_list_of_commands_needs_neither_torch_nor_transformers(option):
-    assert not imported_by(option) & (HEAVY | SECONDS)
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--version"], ["plan", "--help"], ["check", "--help"], ["train", "--help"]], ids=" ".join
+)
+def test_help_needs_neither_torch_nor_transformers(words):
+    assert not imported_by(*words) & (HEAVY | SECONDS)
 
 
 @pytest.mark.parametrize(
@@ -188,6 +190,39 @@ def test_a_plan_can_be_made_of_any_size(outcome, options):
     assert outcome("plan", "qwen3-0.6b", *options) == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["step", "--seq", "0"], "'0' is not a list of whole numbers from 1 on"),
+        (["step", "--seq", "6000,x"], "'6000,x' is not a list of whole numbers from 1 on"),
+        (["step", "--batch", "-1"], "'-1' is not a list of whole numbers from 1 on"),
+        (["step", "--chunk-size", "-1"], "chunk_size=-1 leaves no tokens in a chunk"),
+        (["step", "--chunk-size", "1.5"], "chunk_size='1.5' is not a number of tokens. Pass a whole number of at least 1"),
+        (["step", "--memory-budget", "80"], "memory_budget: '80' is not an amount of memory"),
+        (["step", "--model", "qwen9"], "'qwen9' is not a preset. The presets are qwen3-0.6b"),
+        (["head", "--chunk-size", "many"], "chunk_size='many' is not a number of tokens"),
+        (["memory", "--training", "half"], "training='half' is not a choice. Pass full or lora"),
+        (["max-length", "--factor", "nan"], "factor=nan gives no length. Pass a finite number above 0"),
+        (["max-length", "--factor", "0"], "factor=0 gives no length"),
+        (["max-length", "--gpu-memory", "nan"], "'nan' is not an amount of memory"),
+    ],
+    ids=lambda words: " ".join(words) if isinstance(words, list) else "",
+)
+def test_benchmarks_that_cannot_be_run(outcome, words, said):
+    line = str(outcome("bench", *words))
+    assert line.startswith("streamgrad: ") and said in line and "\n" not in line
+
+
+def test_a_picture_lies_where_it_is_said_to_lie(outcome, tmp_path):
+    """matplotlib would add an ending of its own."""
+    assert outcome("plan", "qwen3-0.6b", "--max", "--out", "picture") == 0
+    assert [file.name for file in tmp_path.iterdir()] == ["picture"]
+    assert (tmp_path / "picture").read_bytes().startswith(b"\x89PNG")
+    assert (
+        outcome("plan", "qwen3-0.6b", "--max", "--out", str(tmp_path)) == f"streamgrad: [Errno 21] Is a directory: '{tmp_path}'"
+    )
+
+
 def test_a_preset_has_only_so_many_layers(outcome):
     said = outcome("profile", "--model", "qwen3-0.6b", "--layers", "999", "--seq-len", "8")
     assert said == "streamgrad: layers=999, and the model has 28. Pass at most that many."
@@ -209,3 +244,48 @@ def test_models_and_files_that_will_not_do(outcome, tmp_path, words, said):
     (tmp_path / "empty").mkdir()
     line = str(outcome(*words))
     assert line.startswith("streamgrad: ") and said in line and "\n" not in line
+
+
+QWEN = {
+    "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 61,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", [["plan", "--max"], ["plan", "--max", "--method", "lora"], ["check"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        *((json.dumps(QWEN | {name: 0}), f"a qwen3 model of {name}=0 has nothing to train. Sizes .* start at 1")
+          for name in QWEN if name != "model_type"),
+        (json.dumps(QWEN | {"hidden_size": -1}), "a qwen3 model of hidden_size=-1 has nothing to train"),
+        (json.dumps(QWEN | {"hidden_size": "wide"}), "'hidden_size' expected int, got str .value: 'wide'.. Pass one whose"),
+        (json.dumps(QWEN | {"vocab_size": None}), "'vocab_size' expected int, got NoneType"),
+        (json.dumps(QWEN | {"num_hidden_layers": 1.5}), "'num_hidden_layers' expected int, got float"),
+        (json.dumps(QWEN | {"model_type": "qwen9"}), "model type `qwen9` but Transformers does not recognize"),
+        (json.dumps({name: QWEN[name] for name in QWEN if name != "model_type"}), "Should have a `model_type` key"),
+        ("{}", "Should have a `model_type` key"),
+        ("", "is not a valid JSON file. Pass one whose config.json save_pretrained has written"),
+        ("hello", "is not a valid JSON file"),
+        (json.dumps(QWEN)[:-9], "is not a valid JSON file"),
+        ("null", "no configuration that transformers can load: .*Pass one whose config.json save_pretrained has written"),
+        ("[" * 100_000, "no configuration that transformers can load"),
+        ("\x00", "is not a valid JSON file"),
+    ],
+)  # fmt: skip
+def test_configurations_that_will_not_do(outcome, tmp_path, command, text, said):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(text)
+    line = str(outcome(command[0], "model", *command[1:]))
+    assert re.fullmatch(rf"streamgrad: .*{said}.*", line), line
+
+
+@pytest.mark.parametrize("values", [{"hidden_act": "x"}, {"dtype": 7}, {"rope_theta": None}], ids=str)
+@pytest.mark.parametrize("command", [["plan", "--max"], ["check"]], ids=" ".join)
+def test_models_that_cannot_be_built(outcome, tmp_path, command, values):
+    """Configurations that load, of which transformers makes no model: for reasons in its code's own words."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN | values))
+    line = str(outcome(command[0], "model", *command[1:]))
+    words = "transformers cannot build a qwen3 model of this configuration: " if command[0] == "plan" else "could not be built"
+    assert line.startswith("streamgrad: ") and words in line and "\n" not in line

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from streamgrad.check.precision import KINDS, LARGEST_ERROR, LARGEST_RATIO, Outcome, check_precision
 from streamgrad.cli import CheckFailed
-from streamgrad.cli.device import chosen_device
-from streamgrad.models.presets import config_of
+from streamgrad.models.names import check_found
+
+if TYPE_CHECKING:
+    from streamgrad.check.precision import Outcome
 
 
 def check(
@@ -32,6 +33,12 @@ def check(
 
     `python -m streamgrad check ./my-model --json`
     """
+    check_found(model)
+    # Here, so that `--help` and a wrong name need not wait for them.
+    from streamgrad.check.precision import LARGEST_ERROR, LARGEST_RATIO, check_precision
+    from streamgrad.cli.device import chosen_device
+    from streamgrad.models.presets import config_of
+
     config, target = config_of(model), chosen_device(device)
     with Console(stderr=True).status("Differentiating small copies of the model ..."):
         outcome = check_precision(config, device=target)
@@ -52,6 +59,8 @@ def check(
 
 def check_table(model: str, outcome: Outcome) -> Table:
     """A row per group of modules: absolute and relative errors against plain backpropagation in fp32."""
+    from streamgrad.check.precision import KINDS
+
     title = (
         f"{model}: gradients of {outcome.model_class}, {outcome.layers} layers, {outcome.tokens} tokens in chunks of "
         f"{outcome.chunk_size}, {outcome.device}, against plain fp32"

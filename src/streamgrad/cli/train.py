@@ -10,17 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import typer
 from rich.console import Console
-
-from streamgrad.cli.demo import TEXT
 
 # About a minute on two cores of a CPU; a flag or a YAML file replaces any of them.
 _QUICK: dict[str, Any] = {
     "per_device_train_batch_size": 8, "max_steps": 60, "learning_rate": 2e-3, "logging_steps": 10, "save_strategy": "no",
     "report_to": ["none"], "bf16": False, "dataloader_pin_memory": False, "chunk_size": 64,
-    "use_cpu": not torch.accelerator.is_available(),
 }  # fmt: skip
 _QUICK_OF: dict[str, dict[str, Any]] = {
     "sft": {"max_steps": 150},
@@ -56,7 +52,9 @@ def grpo(context: typer.Context) -> None:
 
 def run(objective: str, arguments: Sequence[str], console: Console) -> None:
     """The whole command."""
-    # Here, so that the rest of the command line works without trl.
+    # Here, so that the rest of the command line works without trl, and `train --help` need not wait for torch.
+    import torch
+
     try:
         from streamgrad.trl.command import Command
         from streamgrad.trl.command import train as train_as
@@ -65,7 +63,8 @@ def run(objective: str, arguments: Sequence[str], console: Console) -> None:
             raise
         raise ValueError(f'training needs {error.name}, which is not installed. Run: pip install "streamgrad[trl]"') from error
 
-    defaults = {"output_dir": f"out/{objective}"} | _QUICK | _QUICK_OF[objective]
+    defaults = {"output_dir": f"out/{objective}", "use_cpu": not torch.accelerator.is_available()}
+    defaults |= _QUICK | _QUICK_OF[objective]
     command = Command.parse(objective, arguments, without_model=defaults)
     console.quiet = command.training.process_index != 0
     embedded: dict[str, Any] = {}
@@ -94,6 +93,7 @@ def run(objective: str, arguments: Sequence[str], console: Console) -> None:
 
 def save_embedded_model(path: Path) -> None:
     """A Qwen3-shaped model with random weights and a byte tokenizer, as `from_pretrained` loads them."""
+    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -114,6 +114,8 @@ def save_embedded_model(path: Path) -> None:
 
 def embedded_dataset(objective: str) -> Any:
     from datasets import Dataset, DatasetDict
+
+    from streamgrad.cli.demo import TEXT
 
     words = TEXT.split()
     windows = [words[start : start + 30] for start in range(0, len(words) - 30, 3)]

@@ -17,7 +17,8 @@ _POSITIONS = 1 << 22
 _LONGEST_REASON = 300
 # Where a configuration has them as numbers.
 _SIZES = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "hidden_size", "intermediate_size", "vocab_size", "head_dim", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads",
 )  # fmt: skip
 
 
@@ -77,12 +78,14 @@ def check_causal(config: PretrainedConfig) -> None:
 
 
 def check_sizes(config: PretrainedConfig) -> None:
-    """transformers builds models with nothing in them, and all that is divided by their sizes fails later."""
+    """Raise for a model with nothing in it: transformers builds some, and whatever divides by their sizes fails later."""
     text = config.get_text_config(decoder=True)
     for name in _SIZES:
         size = getattr(text, name, None)
         if isinstance(size, int) and size < 1:
-            raise ValueError(f"a {config.model_type} model of {name}={size} has nothing to train. Sizes in a config.json start at 1.")
+            raise ValueError(
+                f"a {config.model_type} model of {name}={size} has nothing to train. Sizes in a config.json start at 1."
+            )
 
 
 def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:

@@ -211,7 +211,7 @@ def _check_finite(options: dict[str, Any]) -> None:
     for name, value in options.items():
         for number in value if isinstance(value, list | tuple) else [value]:
             if isinstance(number, float) and not math.isfinite(number) and (math.isnan(number) or name not in _BOUNDS):
-                raise ValueError(f"{name}={value} will not do: every number that is made with it would be none. Pass a finite one.")
+                raise ValueError(f"{name}={value} will not do: it is not a finite number. Pass one that is.")
 
 
 def _check_launch(training: Any) -> None:
