@@ -66,4 +66,14 @@ def test_records_by_configuration():
 
 @pytest.mark.parametrize("found", found_in(RECORDS), ids=lambda found: found.configuration.command.partition("--")[2])
 def test_predicted_longest_lengths_are_within_5_per_cent(found):
-    assert found.holds(found.configuration.longest_tokens()), found
+    """Where both ends were found. Where only lengths that fail were, at least not 5 per cent above one of them."""
+    predicted = found.configuration.longest_tokens()
+    if found.fitted is None:
+        assert predicted <= 1.05 * found.failed, found
+    else:
+        assert found.holds(predicted), found
+
+
+def test_most_configurations_have_both_ends():
+    complete = [found for found in found_in(RECORDS) if found.fitted and found.failed]
+    assert len(complete) >= 6

@@ -128,6 +128,8 @@ def why_not(record: dict) -> str | None:
         return "Liger's kernels are not estimated"
     if record["method"] == "mst":
         return "mini-sequences are not estimated"
+    if record["method"] in ("streamgrad-fsdp2", "streamgrad-zero3"):
+        return "what an engine holds where one rank is all there is is not estimated"
     if record.get("objective", "sft") != "sft":
         return "its loss and its reference pass are the benchmark's own"
     if record["method"] == "streamgrad" and "plan" not in record["policy"]:

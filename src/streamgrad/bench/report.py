@@ -20,6 +20,7 @@ REPORT = Path("benchmarks/REPORT.md")
 BATCH_TOKENS = 9_000
 # Of README's table.
 SPEED_LENGTHS = (6_000, 12_000, 24_000, 36_000, 72_000)
+ENGINE_METHODS = {"streamgrad-fsdp2": "FSDP2", "streamgrad-zero3": "DeepSpeed ZeRO-3"}
 
 
 def write_report(results: Path, out: Path) -> list[Path]:
@@ -208,6 +209,30 @@ def _head(records: Records, paper: dict[str, Any]) -> list[str]:
     return [markdown_table(["objective", "method", "step", "above inputs and gradients"], rows), origin(found.values())]
 
 
+def _engines(records: Records, paper: dict[str, Any]) -> list[str]:
+    found = latest(
+        ({**record, "keep": record["policy"].get("keep")} for record in records["step"]), "method", "model", "seq_len", "keep"
+    )
+    rows, used = [], []
+    for (method, *cell), record in found.items():
+        plain = found.get(("streamgrad", *cell))
+        if method not in ENGINE_METHODS or plain is None or not plain["step_ms"] or not record["step_ms"]:
+            continue
+        times, bytes_more = record["step_ms"] / plain["step_ms"], record["peak_bytes"] - plain["peak_bytes"]
+        shape = [f"{record['model']}, {record['seq_len']:,} tokens", ENGINE_METHODS[method]]
+        rows.append([*shape, ms(plain), ms(record), f"{times:.3f}x", gb(plain), gb(record), f"{bytes_more / 1e9:.1f} GB"])
+        used += [plain, record]
+    if not rows:
+        return [not_run("there is no record (`bench step --methods streamgrad,streamgrad-fsdp2,streamgrad-zero3`)")]
+    header = ["step", "engine", "without", "under it", "time", "without", "under it", "more"]
+    return [
+        "One process is the only rank, so nothing is gained by sharding: what is left is what the engine costs. FSDP2 keeps the "
+        "gathered embeddings and head beside its shards; DeepSpeed keeps weights in fp32 and its buffers.",
+        markdown_table(header, rows),
+        origin(used),
+    ]
+
+
 SECTIONS: tuple[tuple[str, Callable[[Records, dict[str, Any]], list[str]]], ...] = (
     ("Memory against length", memory),
     ("Time against length", _time),
@@ -221,4 +246,5 @@ SECTIONS: tuple[tuple[str, Callable[[Records, dict[str, Any]], list[str]]], ...]
     ("A card of 24 GB", small_card),
     ("Longest sequences, predicted and found", predicted),
     ("Beyond the paper: the head alone", _head),
+    ("Beyond the paper: engines with one rank", _engines),
 )

@@ -114,7 +114,7 @@ def measure_steps(
     shared: dict[str, Any] = {
         "benchmark": benchmark, "model": model, "training": training, "objective": objective,
         "layers": layers or preset.num_hidden_layers, "device": device_name(device),
-        "versions": versions("transformers", "liger-kernel", "triton"), "command": command,
+        "versions": versions("transformers", "liger-kernel", "triton", "deepspeed"), "command": command,
     }  # fmt: skip
     for method in sorted(methods, key=_ORDER.index):
         streams = "streamgrad" in method

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from streamgrad.config import StreamConfig
 from streamgrad.core import fused
 from streamgrad.core.chunk import Attended, Chunk, KeyValueStream
+from streamgrad.core.live import LiveBytes
 from streamgrad.core.probe import measured_costs
 from streamgrad.core.sums import accumulator_dtype
 from streamgrad.models.decoder import DecoderStream, decoder_forward
@@ -46,9 +47,11 @@ def model_shape(config: PretrainedConfig, *, dtype: torch.dtype = torch.bfloat16
     head = whole.get_output_embeddings()
     if head is None:
         raise ValueError(f"{type(whole).__name__} has no language-modelling head, and a training step needs one.")
-    first = meta_model(with_layers(config, 1), dtype=dtype, lora_rank=lora_rank)
-    adapters = sum(parameter.numel() for parameter in first.parameters() if parameter.requires_grad) if lora_rank else 0
     kinds = getattr(text, "layer_types", None)
+    # As many layers as have one of each kind: for each there may be rotary angles.
+    short = meta_model(with_layers(config, 1 + max(map(kinds.index, kinds)) if kinds else 1), dtype=dtype, lora_rank=lora_rank)
+    first = decoder_layers(short.get_decoder())[0]
+    adapters = sum(parameter.numel() for parameter in first.parameters() if parameter.requires_grad) if lora_rank else 0
     window = sliding_window(config)
     full = layers if window is None else 0 if kinds is None else kinds.count("full_attention")
     head_parameters = sum(parameter.numel() for parameter in head.parameters())
@@ -66,8 +69,8 @@ def model_shape(config: PretrainedConfig, *, dtype: torch.dtype = torch.bfloat16
         head_parameters=head_parameters,
         head_trainable=0 if lora_rank else head_parameters,
         tied=head.weight is whole.get_input_embeddings().weight,
-        profile=profile_layer(first, fused_parts=dtype.itemsize == 2),
-        eager=profile_layer(first, fused_parts=False),
+        profile=profile_layer(short, fused_parts=dtype.itemsize == 2),
+        eager=profile_layer(short, fused_parts=False),
     )
 
 
@@ -108,8 +111,10 @@ def profile_layer(model: PreTrainedModel, *, fused_parts: bool) -> LayerProfile:
     installed = InstalledForward(decoder, decoder_forward, stream)
     with FakeTensorMode(), _with_fake_parameters(decoder), _shapes_for_kernels(), _no_packing():
         installed.install()
+        ids = torch.zeros(1, TOKENS, dtype=torch.long)
         try:
-            decoder(input_ids=torch.zeros(1, TOKENS, dtype=torch.long))
+            with recorder.live:
+                decoder(input_ids=ids)
         except _Finished:
             pass
         finally:
@@ -128,12 +133,14 @@ class _Recorder:
     def __init__(self) -> None:
         self.profile: LayerProfile | None = None
         self.attention = _ShapesOfAttention()
+        self.live = LiveBytes()
 
     def chunk_size(self, batch: int, sequence: int) -> int:
         return sequence
 
     def plan(self, decoder: Any, layers: list[nn.Module], h_BLE: Tensor, run: Callable[..., Tensor], mask: object, backends: list,
              *others: Any) -> None:  # fmt: skip
+        positions = self.live.live_bytes - h_BLE.nbytes
         h_BLE, attention = torch.empty_like(h_BLE).requires_grad_(), self.attention
         with torch.enable_grad(), _flop_counter() as forward:
             attention.flops = forward
@@ -148,6 +155,7 @@ class _Recorder:
             projection_flops=attention.flops_before / TOKENS,
             query_heads=attention.query_heads,
             head_size=attention.head_size,
+            positions=positions / TOKENS,
         )
         raise _Finished
 

@@ -23,8 +23,8 @@ from streamgrad.core.moments import (
 )
 from streamgrad.models.shape import ModelShape
 
-# Ids, labels, positions and shifted targets, 8 bytes each.
-_TOKEN_IDS = 32
+# Ids, labels and shifted targets, 8 bytes each.
+_TOKEN_IDS = 24
 # transformers' loss in backward: log-probabilities, and the gradients of these and of the logits, in fp32.
 _LOGIT_BYTES = 12
 
@@ -64,9 +64,8 @@ class Workload:
 
     @property
     def always(self) -> Parts:
-        """What is there at every moment: the resident parts, token ids and rotary angles."""
-        rotary = 2 * self.shape.profile.head_size * self.shape.itemsize
-        return sum_of(self.resident, {"other": self.tokens * (rotary + _TOKEN_IDS)})
+        """What is there at every moment: the resident parts, token ids, positions and rotary angles."""
+        return sum_of(self.resident, {"other": self.tokens * (self.shape.profile.positions + _TOKEN_IDS)})
 
     def gradients(self, finished_layers: int) -> float:
         """Of the head and of the last layers, at their final size."""
