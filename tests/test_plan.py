@@ -152,14 +152,17 @@ def keys_at_once(record: dict) -> float:
     """
     if "keys_at_once" in record["policy"]:
         return record["policy"]["keys_at_once"]
-    has_bound = record["method"] == "streamgrad" and max(plan_in(record["policy"]["plan"])[1]) > 8192
+    has_bound = record["method"] == "streamgrad" and max(plan_in(record["policy"])[1]) > 8192
     return KEYS_AT_ONCE if has_bound else float("inf")
 
 
-def plan_in(text: str) -> tuple[list[LayerPolicy], list[int]]:
-    """The plan that a record spells out; layers with larger chunks are the last ones."""
+def plan_in(policy: dict) -> tuple[list[LayerPolicy], list[int]]:
+    """The plan that a record spells out; where it does not list sizes of chunks, layers with larger ones are the last."""
+    text = policy["plan"]
     kinds = re.findall(r"(\d+) x (input|attention|all)( on host)?", text)
     policies = [LayerPolicy(keep, on_host=bool(host)) for count, keep, host in kinds for _ in range(int(count))]
+    if "chunk_sizes" in policy:
+        return policies, policy["chunk_sizes"]
     small, large, count = re.search(r"chunks of (\d+) tokens(?:, of (\d+) in (\d+) layers)?", text).groups()
     layers = int(count or 0)
     return policies, [int(small)] * (len(policies) - layers) + [int(large or 0)] * layers
@@ -169,7 +172,7 @@ def predicted(record: dict) -> float:
     load = workload_of(record)
     if record["method"] == "hf":
         return max(moment.total_bytes for moment in checkpointing_moments(load))
-    policies, chunk_sizes = plan_in(record["policy"]["plan"])
+    policies, chunk_sizes = plan_in(record["policy"])
     assert len(policies) == load.shape.layers
     return max(moment.total_bytes for moment in streamed_moments(load, policies, chunk_sizes, head_rows=4096))
 
@@ -210,7 +213,7 @@ def test_enough_was_measured_and_little_is_left_out():
 
 @pytest.mark.parametrize("record", [r for r in records() if r["method"] == "streamgrad" and why_not(r) is None], ids=identity)
 def test_host_bytes_are_those_that_were_pinned(record):
-    policies, _ = plan_in(record["policy"]["plan"])
+    policies, _ = plan_in(record["policy"])
     assert sum(host_parts(workload_of(record), policies).values()) == pytest.approx(record["host_bytes"], rel=0.05)
 
 
@@ -218,7 +221,7 @@ def test_host_bytes_are_those_that_were_pinned(record):
 def test_a_long_step_takes_a_little_longer_than_its_flops(record):
     """Where attention is most of the step. A first step also compiles its kernels and pins host memory, which takes seconds."""
     load = workload_of(record)
-    policies, _ = plan_in(record["policy"]["plan"])
+    policies, _ = plan_in(record["policy"])
     products = 3 if load.shape.head_trainable else 2
     least = streamed_seconds(load, policies, Rates(), head_products=products, reference=False).total
     assert least < record["step_ms"] / 1e3

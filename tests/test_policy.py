@@ -109,7 +109,21 @@ def test_layers_with_room_have_larger_chunks():
     small, large = min(plan.chunk_sizes), max(plan.chunk_sizes)
     assert fits and small < large == 12_000
     assert list(plan.chunk_sizes) == sorted(plan.chunk_sizes)
-    assert f"chunks of {small} tokens, of {large} in {plan.chunk_sizes.count(large)} layers" in str(plan)
+    assert f"chunks of {small} to {large} tokens, of {large} in {plan.chunk_sizes.count(large)} layers" in str(plan)
+
+
+def test_each_layer_has_the_largest_chunks_that_it_has_room_for():
+    """Few trained parameters: what is kept is most of what there is, and the last layers are the tightest."""
+    step = dataclasses.replace(step_of(36_000), layer_gradient_bytes=0.0)
+    budget = 18 * GB
+    options = {"keep": "input", "offload": "none", "chunk_size": None, "host_budget_bytes": 0.0}
+    plan, fits = choose_plan(step, budget_bytes=budget, **options)
+    assert fits and len(set(plan.chunk_sizes)) > 2 and list(plan.chunk_sizes) == sorted(plan.chunk_sizes, reverse=True)
+    sizes = (*LARGE_CHUNKS, *SMALL_CHUNKS)
+    for index, size in enumerate(plan.chunk_sizes):
+        for larger in (other for other in sizes if other > size):
+            changed = (*plan.chunk_sizes[:index], larger, *plan.chunk_sizes[index + 1 :])
+            assert predicted_peak(step, plan.policies, changed) > budget
 
 
 def test_chunks_have_few_sizes():

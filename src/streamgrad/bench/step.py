@@ -198,7 +198,9 @@ def peaks_in(path: Path, *, method: str, model: str, lengths: Sequence[int]) -> 
 
 def _policy_of(config: StreamConfig, installed: InstalledForward) -> dict[str, Any]:
     """The options, what they came to, and the bound on a kernel's workspace (records of before there was one lack it)."""
-    outcome = {"plan": str(installed.stream.planner.latest), "kernel": installed.stream.backends[0].name}
+    plan = installed.stream.planner.latest
+    sizes = list(plan.chunk_sizes) if plan else []
+    outcome = {"plan": str(plan), "chunk_sizes": sizes, "kernel": installed.stream.backends[0].name}
     return vars(config) | outcome | {"keys_at_once": KEYS_AT_ONCE}
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from streamgrad.core.moments import LayerCosts, LayerPolicy, Shape, layer_moments
@@ -60,7 +60,7 @@ class Plan:
     def __str__(self) -> str:
         kinds = ", ".join(f"{count} x {policy}" for policy, count in Counter(self.policies).items())
         small, large = min(self.chunk_sizes), max(self.chunk_sizes)
-        chunks = f"chunks of {small} tokens"
+        chunks = f"chunks of {small} tokens" if len(set(self.chunk_sizes)) < 3 else f"chunks of {small} to {large} tokens"
         if small != large:
             chunks += f", of {large} in {self.chunk_sizes.count(large)} layers"
         return f"{kinds}; {chunks}; about {readable(self.peak_bytes)} on the device" + (
@@ -122,12 +122,18 @@ def choose_plan(
     """
     groups = [LARGE_CHUNKS, *((tokens,) for tokens in SMALL_CHUNKS)]
     sizes = [list(dict.fromkeys(regular_chunk(step.shape.rows, step.shape.sequence, n) for n in group)) for group in groups]
-    large = sizes[0][0] if chunk_size is None else chunk_size
+    descending = [size for group in sizes for size in group] if chunk_size is None else [chunk_size]
+
+    @functools.cache
+    def room(policy: LayerPolicy) -> list[tuple[int, float]]:
+        """By the size of its chunks, from large to small: what there may be beside a layer."""
+        return [(size, budget_bytes - _worst_in_layer(step.costs, step.shape, policy, size)) for size in descending]
+
     smallest: Plan | None = None
     for group in sizes if chunk_size is None else [[chunk_size]]:
         for policies in _candidates(step, keep, offload, host_budget_bytes):
             for size in group:
-                chunks = _chunk_sizes(step, policies, size, large, budget_bytes)
+                chunks = _chunk_sizes(step, policies, size, room)
                 plan = Plan(tuple(policies), chunks, predicted_peak(step, policies, chunks), host_bytes(step, policies))
                 if plan.peak_bytes <= budget_bytes and plan.host_bytes <= host_budget_bytes:
                     return plan, True
@@ -137,13 +143,19 @@ def choose_plan(
     return smallest or plan, False
 
 
-def _chunk_sizes(step: Step, policies: Sequence[LayerPolicy], small: int, large: int, budget_bytes: float) -> tuple[int, ...]:
-    """Of each layer: large ones where there is room for them, as in the last layers, before gradients have come together."""
-    if small == large:
-        return (small,) * step.layers
+def _chunk_sizes(
+    step: Step, policies: Sequence[LayerPolicy], smallest: int, room: Callable[[LayerPolicy], list[tuple[int, float]]]
+) -> tuple[int, ...]:
+    """Of each layer: the largest that it has room for, or `smallest`, room or not.
+
+    There is most room in the last layers, before gradients have come together, or where there are few of those in the first ones,
+    whose successors have given back what they kept.
+    """
     around, _ = _held_around(step, policies)
-    work = {policy: _worst_in_layer(step.costs, step.shape, policy, large) for policy in set(policies)}
-    return tuple(large if held + work[policy] <= budget_bytes else small for held, policy in zip(around, policies, strict=True))
+    return tuple(
+        next((size for size, limit in room(policy) if size <= smallest or held <= limit), smallest)
+        for held, policy in zip(around, policies, strict=True)
+    )
 
 
 def _candidates(step: Step, keep: str, offload: str, host_budget_bytes: float) -> Iterator[list[LayerPolicy]]:
