@@ -26,6 +26,7 @@ from streamgrad.core.policy import (
     predicted_peak,
     regular_chunk,
 )
+from streamgrad.models import planning
 from streamgrad.models.forwards import InstalledForward
 from tiny import tiny_model, tokens
 
@@ -225,6 +226,21 @@ def test_a_step_fills_its_budget_and_does_not_exceed_it():
         seen.add(tuple(kinds(plan)))
         streamgrad.disable(model)
     assert ("all",) in seen and len(seen) >= 3, seen
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3_moe"])
+def test_layers_with_chunks_of_different_sizes(family, monkeypatch):
+    """And of different policies: the gradients of plain backpropagation, whatever a plan gives to which layer."""
+    model, ids = tiny_model(family, num_hidden_layers=6), tokens(2, 23)
+    batch = {"input_ids": ids, "labels": ids}
+    policies = [LayerPolicy(keep) for keep in ("input", "attention", "input", "all", "attention", "input")]
+    plan = Plan(tuple(policies), (3, 23, 8, 23, 5, 1), 0.0, 0.0)
+    monkeypatch.setattr(planning, "choose_plan", lambda *args, **options: (plan, True))
+    with no_float32():
+        expected = run_step(model, batch)
+        streamgrad.enable(model, memory_budget="1GiB")
+        assert_same_step(run_step(model, batch), expected, 1e-10)
+    assert latest_plan(model) is plan
 
 
 @pytest.mark.parametrize("chunk_size", [128, "auto"])
