@@ -17,6 +17,7 @@ from streamgrad.bench.records import Session, append_records, rows_in, versions
 from streamgrad.cli.app import app
 from streamgrad.cli.tables import step_table
 from streamgrad.config import StreamConfig
+from streamgrad.models import names
 from streamgrad.models.presets import preset_config, preset_model, preset_names
 
 
@@ -287,10 +288,13 @@ def test_numbers_that_are_none(on_cpu):
     assert isinstance(result.exception, ValueError) and "'6k' is not a list of whole numbers" in str(result.exception)
 
 
-@pytest.mark.parametrize("method", ["streamgrad-fsdp2", "streamgrad-zero3"])
+@pytest.mark.parametrize(
+    ("method", "tied"), [("streamgrad-fsdp2", True), ("streamgrad-fsdp2", False), ("streamgrad-zero3", True)]
+)
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of collectives that DeepSpeed calls by their older names
-def test_a_step_under_an_engine(method, tiny_preset, monkeypatch):
+def test_a_step_under_an_engine(method, tied, tiny_preset, monkeypatch):
     """With one rank. The step and its memory are there, and the group can be left."""
+    names.presets()["tiny"]["tie_word_embeddings"] = tied
     options = tiny_preset | {"methods": ["streamgrad", method]}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")  # so that what is set there is gone afterwards

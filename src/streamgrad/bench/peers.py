@@ -46,7 +46,10 @@ def shard_for_one_rank(network: PreTrainedModel, device: torch.device) -> None:
     """FSDP2 as for several GPUs, with this process as the only rank: what the engine itself costs a step."""
     _be_the_only_rank(device)
     mesh = init_device_mesh(device.type, (1,))
-    for unit in [*decoder_layers(network.get_decoder()), network]:
+    ends = [network.get_input_embeddings(), network.get_output_embeddings()]
+    # Units of their own, or both would stay gathered for the whole step; a weight that they share can be in one unit only.
+    apart = [] if ends[0].weight is ends[1].weight else ends
+    for unit in [*apart, *decoder_layers(network.get_decoder()), network]:
         fully_shard(unit, mesh=mesh)
 
 
