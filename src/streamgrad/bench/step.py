@@ -176,6 +176,11 @@ def _check_choices(methods: Sequence[str], objective: str) -> None:
     unknown = [method for method in methods if method not in METHODS]
     if unknown:
         raise ValueError(f"methods={unknown[0]!r} is not a choice. Pass some of {', '.join(METHODS)}.")
+    if "streamgrad-zero3" in methods and any("liger" in method for method in methods):
+        raise ValueError(
+            "DeepSpeed replaces torch's linear map for the rest of the process, and Liger transformers' modules, so that neither "
+            "can be measured beside the other. Measure streamgrad-zero3 and the methods with liger in two commands."
+        )
     if objective not in OBJECTIVES:
         raise ValueError(f"objective={objective!r} is not a choice. Pass one of {', '.join(OBJECTIVES)}.")
     others = [method for method in methods if "streamgrad" not in method]
