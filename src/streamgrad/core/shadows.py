@@ -13,7 +13,7 @@ Shapes: N tokens, I inputs, O outputs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -123,7 +123,9 @@ def _leaf(parameter: Tensor) -> Tensor:
 def _linear(hidden: Tensor, weight: Shadow, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear` under the current autocast; the weight's gradient goes into `weight.linear_total`."""
     operands = as_autocast(hidden), weight.for_product(), None if bias is None else as_autocast(bias)
-    with torch.autocast(hidden.device.type, enabled=False):
+    device_type = hidden.device.type
+    # Entered only where it changes something: for a small chunk it takes as long as the product.
+    with torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext():
         return _SummingLinear.apply(weight, *operands) if torch.is_grad_enabled() else F.linear(*operands)
 
 
