@@ -206,3 +206,12 @@ def test_an_error_in_a_step_leaves_the_model_as_it_was(model):
 
 def _explode(*_):
     raise ArithmeticError
+
+
+@pytest.mark.parametrize("chunk_size", [2, 4])
+def test_positions_of_another_length(model, chunk_size):
+    """Not even where they are as long as a chunk, which would then have them again and again."""
+    ids = tokens(2, 8)
+    streamgrad.enable(model, chunk_size=chunk_size)
+    with pytest.raises(RuntimeError, match="exceeds dimension size|must match the size"):
+        model(input_ids=ids, labels=ids, position_ids=torch.arange(4)[None])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import re
 
 import pytest
@@ -179,6 +180,24 @@ def test_rows_that_are_all_padded_are_probed_too(family, side):
         assert_same_step(run_step(model, batch), expected, 1e-10)
 
 
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_probe_leaves_nothing_behind(checkpointed):
+    """Nor would it be only the probe's: slices of the whole sequence's rotary angles are among what its graph saves."""
+    model, ids = tiny_model("qwen3"), tokens(2, 23)
+
+    def forward(ids):
+        return model(input_ids=ids, labels=ids).loss
+
+    streamgrad.enable(model, memory_budget="1GiB", chunk_size=5)
+    with LiveBytes() as live:
+        loss = checkpoint(forward, ids, use_reentrant=False) if checkpointed else forward(ids)
+        loss.backward()
+        del loss
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        assert live.live_bytes == 0
+
+
 def test_a_probe_inside_of_checkpointing():
     """Which runs the model again when anything that it saved is asked for, even inside its forward."""
     model, ids = tiny_model("qwen3"), tokens(2, 23)
@@ -226,6 +245,23 @@ def test_a_step_fills_its_budget_and_does_not_exceed_it():
         seen.add(tuple(kinds(plan)))
         streamgrad.disable(model)
     assert ("all",) in seen and len(seen) >= 3, seen
+
+
+def test_automatic_chunks_stay_within_the_budget():
+    """From the very first step, in which the layer is probed; and layers differ in what they have room for."""
+    model = tiny_model("llama", dtype=torch.float32, hidden_size=128, intermediate_size=1024, num_hidden_layers=10)
+    ids = tokens(1, LENGTH)
+    batch = {"input_ids": ids, "labels": ids}
+    expected = run_step(model, batch)
+    sizes = set()
+    for megabytes in (43, 44, 46, 50):
+        streamgrad.enable(model, memory_budget=f"{megabytes}MB", head_chunk_size=256)
+        used, plan = counted_step(model, ids)
+        assert used <= megabytes * 1e6, f"{used / 1e6:.2f} MB of {megabytes}: {plan}"
+        assert_same_step(run_step(model, batch), expected, 1e-4)  # float32, ten layers
+        sizes.add(plan.chunk_sizes)
+        streamgrad.disable(model)
+    assert len(sizes) > 2 and any(len(set(each)) > 1 for each in sizes)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3_moe"])

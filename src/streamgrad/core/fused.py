@@ -186,10 +186,15 @@ class _Rotary(torch.autograd.Function):
 
     @staticmethod
     @first_order_only
-    def backward(ctx: Any, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
-        there = [_dense(dout) for dout in douts if dout is not None]
-        rotated = iter(_code_for(there[0]).rotate(there, *map(_dense, ctx.saved_tensors), back=True) if there else ())
-        return *(None if dout is None else next(rotated) for dout in douts), None, None
+    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
+        gradients: list[Tensor | None] = [None, None, None, None]
+        there = [index for index, dout in enumerate(douts) if dout is not None]
+        if there:
+            heads = [_dense(douts[index]) for index in there]
+            rotated = _code_for(heads[0]).rotate(heads, *map(_dense, ctx.saved_tensors), back=True)
+            for index, dhead in zip(there, rotated, strict=True):
+                gradients[index] = dhead
+        return tuple(gradients)
 
 
 def rotary(query_BHLD: Tensor, key_BGLD: Tensor, cos_BLD: Tensor, sin_BLD: Tensor) -> tuple[Tensor, Tensor]:

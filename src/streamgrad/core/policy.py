@@ -120,9 +120,10 @@ def choose_plan(
 
     `keep` and `offload` are `StreamConfig`'s; `chunk_size` is None for auto.
     """
-    groups = [LARGE_CHUNKS, *((tokens,) for tokens in SMALL_CHUNKS)]
-    sizes = [list(dict.fromkeys(regular_chunk(step.shape.rows, step.shape.sequence, n) for n in group)) for group in groups]
-    descending = [size for group in sizes for size in group] if chunk_size is None else [chunk_size]
+    tokens = (*LARGE_CHUNKS, *SMALL_CHUNKS)
+    descending = [chunk_size] if chunk_size else [regular_chunk(step.shape.rows, step.shape.sequence, n) for n in tokens]
+    # Every layer takes the largest chunks that it has room for. What matters is which it takes at worst.
+    worst_sizes = [chunk_size] if chunk_size else list(dict.fromkeys(descending[len(LARGE_CHUNKS) - 1 :]))
 
     @functools.cache
     def room(policy: LayerPolicy) -> list[tuple[int, float]]:
@@ -130,30 +131,29 @@ def choose_plan(
         return [(size, budget_bytes - _worst_in_layer(step.costs, step.shape, policy, size)) for size in descending]
 
     smallest: Plan | None = None
-    for group in sizes if chunk_size is None else [[chunk_size]]:
+    for size in worst_sizes:
         for policies in _candidates(step, keep, offload, host_budget_bytes):
-            for size in group:
-                chunks = _chunk_sizes(step, policies, size, room)
-                plan = Plan(tuple(policies), chunks, predicted_peak(step, policies, chunks), host_bytes(step, policies))
-                if plan.peak_bytes <= budget_bytes and plan.host_bytes <= host_budget_bytes:
-                    return plan, True
-                if plan.host_bytes <= host_budget_bytes and (smallest is None or plan.peak_bytes < smallest.peak_bytes):
-                    smallest = plan
+            chunks = _chunk_sizes(step, policies, size, room)
+            plan = Plan(tuple(policies), chunks, predicted_peak(step, policies, chunks), host_bytes(step, policies))
+            if plan.peak_bytes <= budget_bytes and plan.host_bytes <= host_budget_bytes:
+                return plan, True
+            if plan.host_bytes <= host_budget_bytes and (smallest is None or plan.peak_bytes < smallest.peak_bytes):
+                smallest = plan
     assert smallest is not None or offload == "host", "a plan without the host needs none of it"
     return smallest or plan, False
 
 
 def _chunk_sizes(
-    step: Step, policies: Sequence[LayerPolicy], smallest: int, room: Callable[[LayerPolicy], list[tuple[int, float]]]
+    step: Step, policies: Sequence[LayerPolicy], worst: int, room: Callable[[LayerPolicy], list[tuple[int, float]]]
 ) -> tuple[int, ...]:
-    """Of each layer: the largest that it has room for, or `smallest`, room or not.
+    """Of each layer: the largest that it has room for, or `worst`, room or not.
 
     There is most room in the last layers, before gradients have come together, or where there are few of those in the first ones,
     whose successors have given back what they kept.
     """
     around, _ = _held_around(step, policies)
     return tuple(
-        next((size for size, limit in room(policy) if size <= smallest or held <= limit), smallest)
+        next((size for size, limit in room(policy) if size <= worst or held <= limit), worst)
         for held, policy in zip(around, policies, strict=True)
     )
 

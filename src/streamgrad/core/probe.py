@@ -151,7 +151,12 @@ def _own_graph() -> AbstractContextManager[Any]:
     """Within the block, what a graph saves is not handed to hooks of the program's: checkpointing's would run the model again."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
         return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    return torch.autograd.graph.saved_tensors_hooks(_as_saved, lambda tensor: tensor)
+
+
+def _as_saved(tensor: Tensor) -> Tensor:
+    """What a hook may give to be saved: the tensor itself, where it is a node's own output, would keep that node for good."""
+    return tensor.detach()
 
 
 class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
@@ -166,7 +171,7 @@ class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
             if storage._cdata not in others:
                 # A slice counts as its own size: rotary angles are slices of the whole sequence's.
                 sizes[storage._cdata] = max(sizes.get(storage._cdata, 0), min(storage.nbytes(), tensor.nbytes))
-            return tensor
+            return _as_saved(tensor)
 
         super().__init__(note, lambda tensor: tensor)
         self._sizes = sizes

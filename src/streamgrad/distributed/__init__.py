@@ -22,6 +22,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name in _HOMES.values():
+        return importlib.import_module(f"streamgrad.distributed.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'streamgrad.distributed' has no attribute {name!r}")
     return getattr(importlib.import_module(f"streamgrad.distributed.{_HOMES[name]}"), name)

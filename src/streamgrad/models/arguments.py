@@ -85,5 +85,6 @@ def _cut(name: str, value: Any, start: int, stop: int) -> Any:
     if axis is None or value is None:
         return value
     if isinstance(value, Tensor):
-        return value if stop - start == value.shape[axis] else value.narrow(axis, start, stop - start)
+        is_whole = start == 0 and stop == value.shape[axis]
+        return value if is_whole else value.narrow(axis, start, stop - start)
     return type(value)(_cut(name, item, start, stop) for item in value)

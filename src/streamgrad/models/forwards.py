@@ -81,7 +81,8 @@ def _signature_of_method(function: Callable[..., Any]) -> inspect.Signature:
 
 def named_arguments(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """All arguments of a call by name."""
-    names = [name for name, p in signature_of(forward).parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    parameters = signature_of(forward).parameters.items()
+    names = [name for name, p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return dict(zip(names, args, strict=False)) | kwargs
 
 
@@ -98,7 +99,7 @@ def temporary_attributes(settings: Iterable[tuple[Any, str, Any]]) -> Iterator[N
     finally:
         for attributes, name, value in reversed(previous):
             if value is _ABSENT:
-                del attributes[name]
+                attributes.pop(name, None)  # which someone inside the block may have removed
             else:
                 attributes[name] = value
 

@@ -170,7 +170,8 @@ def _give_segments(h_BTE: Tensor, count: int) -> None:
     """Let the allocator take a segment from the device for each of `count` hidden states that will be kept.
 
     It would else carve them, one by one, out of larger blocks that are free for a moment, and what remains of such a block is too
-    small for the tensors it was taken for: fragments of a fifth of the memory, where layers keep their inputs alone.
+    small for the tensors it was taken for: fragments of a fifth of the memory, where layers keep their inputs alone. It helps
+    before a first step, and before a longer one than any so far; else such blocks are there, and nothing is lost by asking.
     """
     with suppress(torch.OutOfMemoryError):  # as much as there is
         held = [torch.empty_like(h_BTE) for _ in range(count)]

@@ -18,7 +18,7 @@ class LayerProfile:
     projection_flops: float  # of the part of forward that makes queries, keys and values
     query_heads: int
     head_size: int
-    positions: float  # bytes of positions and rotary angles, of which a model may have several sets, all there for the whole pass
+    positions: float  # bytes of what there is beside its input when it is called: positions, and all sets of rotary angles
 
 
 @dataclass(frozen=True)
