@@ -342,7 +342,7 @@ def bench_predicted(
         _run_steps(configuration.measure, out, cells=2, resume=resume)
         return
     for configuration in predicted_bench.CONFIGURATIONS:
-        # Each in a process of its own: a step that ran out of memory leaves some of it behind.
+        # Each in a process of its own, so that none is measured beside what another has left.
         arguments = [*configuration.command.split()[1:], "--out", str(out), *(["--resume"] if resume else [])]
         status = subprocess.run([sys.executable, *arguments], check=False).returncode
         if status:

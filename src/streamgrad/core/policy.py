@@ -48,6 +48,7 @@ class Step:
     head_bytes: float  # held while the head works, its hidden states and their gradient included
     head_gradient_bytes: float  # that it leaves
     embedding_bytes: float  # where backward reaches the embeddings, beside the gradients of all layers and the head
+    leaf_bytes: float = 0.0  # of the first layer's input, where it is a leaf of the graph: it stays, whatever that layer keeps
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def predicted_peak(step: Step, policies: Sequence[LayerPolicy], chunk_sizes: Seq
     gradients = step.resident_bytes + step.head_gradient_bytes + step.layers * step.layer_gradient_bytes
     return max(
         at_head + UNFORESEEN * step.head_bytes,
-        gradients + step.embedding_bytes,
+        gradients + step.embedding_bytes + step.leaf_bytes,
         *(held + work[each] for held, each in zip(around, zip(policies, chunk_sizes, strict=True), strict=True)),
     )
 
@@ -83,7 +84,7 @@ def predicted_peak(step: Step, policies: Sequence[LayerPolicy], chunk_sizes: Seq
 def _held_around(step: Step, policies: Sequence[LayerPolicy]) -> tuple[list[float], float]:
     """Of each layer, what there is beside it when its backward runs; and what there is when the head works."""
     kept = {policy: 0.0 if policy.on_host else _kept_bytes(step, policy) for policy in set(policies)}
-    below, held = step.resident_bytes, []
+    below, held = step.resident_bytes + (step.leaf_bytes if policies[0].on_host else 0.0), []
     for finished, policy in zip(range(step.layers - 1, -1, -1), policies, strict=True):
         below += kept[policy]
         held.append(below + step.head_gradient_bytes + finished * step.layer_gradient_bytes)

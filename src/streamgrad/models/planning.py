@@ -73,10 +73,8 @@ class Planner:
             return self.latest
         costs = self._measured(layers[0], run, mask, backends, h_BTE, exchange)
         on_cuda = h_BTE.device.type == "cuda"
-        # Without the first layer's input, which is counted with what layers keep, unless it is held as a leaf of the graph.
-        own = 0 if h_BTE.is_leaf and h_BTE.requires_grad else h_BTE.nbytes
         held, limit = device_memory(h_BTE.device) if on_cuda else (_bytes_of(decoder), float("inf"))
-        resident = held - own if on_cuda else held
+        resident = held - h_BTE.nbytes if on_cuda else held  # without the first layer's input, which is among what layers keep
         # In round numbers, so that steps which are alike have the same plan, which then is found once.
         budget = min(_floor((1.0 - MARGIN) * limit, 2**26), config.budget_bytes or float("inf"))
         host = _floor(host_budget_bytes(held_bytes=store.total_bytes), 2**30)
@@ -94,6 +92,7 @@ class Planner:
             head_bytes=head.bytes,
             head_gradient_bytes=head.gradient_bytes,
             embedding_bytes=head.embedding_bytes,
+            leaf_bytes=h_BTE.nbytes if h_BTE.is_leaf and h_BTE.requires_grad else 0.0,
         )
         offload = config.offload if on_cuda else "none"
         plan, fits = self._choice(step, budget, host, offload, exchange.chunk_size)

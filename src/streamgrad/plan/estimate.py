@@ -211,13 +211,13 @@ class _Card:
             costs=shape.profile.costs,
             layers=shape.layers,
             shape=load.batch,
-            # With adapters the first layer's input is a leaf of the graph, and is there already.
-            resident_bytes=sum(load.always.values())
-            + (0 if shape.outside_trainable else load.tokens * shape.profile.costs.input),
+            resident_bytes=sum(load.always.values()),
             layer_gradient_bytes=load.gradient_share * shape.profile.costs.gradients,
             head_bytes=self._held_by_head(load),
             head_gradient_bytes=load.gradients(0),
             embedding_bytes=sum(load.at_embeddings.values()),
+            # With adapters the first layer's input is made to require a gradient.
+            leaf_bytes=0.0 if shape.outside_trainable else load.tokens * shape.profile.costs.input,
         )
         plan, _ = choose_plan(
             step,
