@@ -247,3 +247,12 @@ def test_precision_is_kept_as_a_record(monkeypatch, tmp_path, records):
     assert row.keys() == records["precision"][0].keys()
     assert row["failures"] == [] or "times as wrong" in row["failures"][0]  # one model alone is a noisy ratio
     assert row["table"]["mlp"]["stream32"]["relative"] < 1e-5
+
+
+def test_a_step_on_a_whole_card_is_not_set_beside_the_papers(records):
+    """It has more memory than the paper's card; its own table names the card."""
+    (whole,) = [record for record in records["max_length"] if "--gpu-memory" not in record["command"]]
+    text = render(records, read_paper())
+    compared, _, rest = text.partition("### A whole card")
+    row = f"| {whole['model']} {whole['training']} | {whole['seq_len']:,} | "
+    assert row not in compared and f"{row}{whole['device']} |" in rest

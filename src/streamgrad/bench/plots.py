@@ -12,7 +12,7 @@ from streamgrad.bench.selection import (
     Series,
     automatic_steps,
     has_faulty_peak,
-    is_small_card,
+    is_papers_card,
     latest,
     memory_series,
     paper_longest,
@@ -166,7 +166,7 @@ def _max_length(records: Records, paper: dict[str, Any]) -> Any:
     theirs = paper["max_sequence_length_thousands"]
     objectives = {"sft": "SFT, one sequence", "dpo": "DPO, a pair", "grpo": "GRPO, 8 completions"}
     figure, panels = _figure(len(objectives), 8.6, stacked=True)
-    large = [record for record in records["max_length"] if not is_small_card(record) and record["step_ms"] is not None]
+    large = [record for record in records["max_length"] if is_papers_card(record) and record["step_ms"] is not None]
     for axes, (objective, title) in zip(panels, objectives.items(), strict=True):
         own = [record for record in large if record["objective"] == objective]
         _longest_bars(axes, own, theirs, theirs[objective])

@@ -12,6 +12,7 @@ from streamgrad.bench.selection import (
     Series,
     automatic_steps,
     card_bytes,
+    is_papers_card,
     is_small_card,
     latest,
     memory_series,
@@ -106,7 +107,7 @@ def longest(records: Records, paper: dict[str, Any]) -> list[str]:
         "ballast for its missing layers too), with the adapters switched off in LoRA. No optimizer state is held.",
         picture("max_length", "Longest sequences"),
     ]
-    large = [record for record in records["max_length"] if not is_small_card(record)]
+    large = [record for record in records["max_length"] if is_papers_card(record)]
     found = latest(large, "objective", "model", "training", "seq_len", "layers", "batch")
     of_paper = [record for record in found.values() if record["model"].startswith("qwen3")]
     for objective in ("sft", "grpo", "dpo"):
@@ -117,7 +118,22 @@ def longest(records: Records, paper: dict[str, Any]) -> list[str]:
             said += [markdown_table(["model", "tokens", "of the paper's StreamBP", *_LENGTH_COLUMNS], lines), origin(own)]
         else:
             said.append(not_run(f"there is no record (`bench max-length --objective {objective}`)"))
-    return [*said, "### Past TRL's own lengths", *_past_trl(list(found.values()))]
+    uncapped = [record for record in records["max_length"] if card_bytes(record) is None]
+    return [*said, "### Past TRL's own lengths", *_past_trl(list(found.values())), "### A whole card", *_whole_card(uncapped)]
+
+
+def _whole_card(records: list[Record]) -> list[str]:
+    """Steps without a cap."""
+    if not records:
+        return [not_run("there is no record (`bench max-length --model qwen3-8b --seq 400000`)")]
+    rows = [
+        [
+            f"{record['model']} {record['training']}", f"{record['seq_len']:,}", record["device"], gb(record),
+            f"{record['host_bytes'] / 1e9:.1f} GB", ms(record), record["policy"]["plan"].partition("; about")[0],
+        ]
+        for record in latest(records, "model", "training", "seq_len").values()
+    ]  # fmt: skip
+    return [markdown_table(["model", "tokens", "card", "peak", "host", "step", "plan"], rows), origin(records)]
 
 
 def _past_trl(records: list[Record]) -> list[str]:

@@ -122,6 +122,11 @@ def is_small_card(record: Record) -> bool:
     return (card_bytes(record) or SMALL_CARD + 1) <= SMALL_CARD
 
 
+def is_papers_card(record: Record) -> bool:
+    """Under a cap, as large as the paper's 80 GB at most: a step on the whole of a larger card is not to be compared with it."""
+    return card_bytes(record) is not None and not is_small_card(record)
+
+
 def paper_longest(record: Record, table: dict[str, Any]) -> float | None:
     """Tokens of the paper's StreamBP for a record's model, training and objective, where its table has them."""
     size = record["model"].removeprefix("qwen3-").upper()
