@@ -256,10 +256,16 @@ def _measure(
 
 
 def _kernel_ms(step: Callable[[], None]) -> dict[str, float]:
-    """Milliseconds of a step's kernels: attention, matrix products, copies, everything else."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        step()
-        torch.cuda.synchronize()
+    """Milliseconds of a step's kernels: attention, matrix products, copies, everything else.
+
+    Of one that follows another, as those do that are timed: a device that has rested, say while a profiler starts, runs faster.
+    """
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], schedule=schedule) as profile:
+        for _ in range(2):
+            step()
+            torch.cuda.synchronize()
+            profile.step()
     totals = dict.fromkeys(("attention", "gemm", "copy", "other"), 0.0)
     for event in profile.key_averages():
         totals[kernel_kind(event.key)] += event.self_device_time_total / 1e3
