@@ -212,6 +212,20 @@ def test_a_probe_inside_of_checkpointing():
         assert_same_step(run_step(model, batch, forward=checkpointed), expected, 1e-10)
 
 
+def test_segments_are_asked_for_and_given_back(monkeypatch):
+    """One for each hidden state that will be kept, all at once; where there is less memory, as many as there is."""
+    hidden = torch.zeros(1, 64, 16)
+    with LiveBytes() as live:
+        planning._give_segments(hidden, 5)
+        assert (live.peak_bytes, live.live_bytes) == (5 * hidden.nbytes, 0)
+
+    def full(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "empty_like", full)
+    planning._give_segments(hidden, 5)
+
+
 # --- Steps under a budget -----------------------------------------------------------------------------------------------
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 6}
