@@ -59,6 +59,7 @@ def test_records_by_configuration():
         {"command": first.command, "seq_len": 10, "error": None},
         {"command": first.command, "seq_len": 12, "error": "out of memory"},
         {"command": second.command, "seq_len": 7, "error": "out of memory"},
+        {"command": second.command, "seq_len": 6, "error": "something else"},
         {"command": "another", "seq_len": 7, "error": None},
     ]
     assert found_in(rows) == [Found(first, 10, 12), Found(second, None, 7)]

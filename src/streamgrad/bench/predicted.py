@@ -80,7 +80,7 @@ CONFIGURATIONS = (
 
 @dataclass(frozen=True)
 class Found:
-    """Of one configuration: the longest step that fitted, and the shortest that did not."""
+    """Of one configuration: the longest step that fitted, and the shortest that ran out of memory."""
 
     configuration: Configuration
     fitted: int | None
@@ -98,7 +98,8 @@ def found_in(records: Sequence[dict[str, Any]]) -> list[Found]:
     for command, configuration in known.items():
         own = [record for record in records if record["command"] == command]
         fitted = [record["seq_len"] for record in own if record["error"] is None]
-        failed = [record["seq_len"] for record in own if record["error"] is not None]
+        # A step that failed for another reason says nothing about memory.
+        failed = [record["seq_len"] for record in own if record["error"] == "out of memory"]
         if own:
             found.append(Found(configuration, max(fitted, default=None), min(failed, default=None)))
     return found
