@@ -62,7 +62,7 @@ def worst_gradient_error(actual: dict[str, Tensor | None], expected: dict[str, T
             error = (gradient - reference).double().norm().item() / largest
         else:
             error = relative_error(gradient, reference)
-        if error > worst:
+        if not error <= worst:  # nor where it is NaN
             worst, worst_name = error, name
     return worst, worst_name
 
@@ -81,11 +81,11 @@ def assert_same_step(actual: Step, expected: Step, tolerance: float) -> None:
     torch.testing.assert_close(actual.loss.double(), expected.loss.double(), rtol=tolerance, atol=0.0, equal_nan=True)
     assert any(gradient is not None for gradient in expected.gradients.values()), "the reference has no gradient at all"
     worst, name = worst_gradient_error(actual.gradients, expected.gradients)
-    if worst > tolerance:
+    if not worst <= tolerance:
         there = [
             (name, actual.gradients[name], gradient) for name, gradient in expected.gradients.items() if gradient is not None
         ]
-        beyond = [other for other, ours, theirs in there if relative_error(ours, theirs) > tolerance]
+        beyond = [other for other, ours, theirs in there if not relative_error(ours, theirs) <= tolerance]
         raise AssertionError(
             f"worst gradient error {worst:.2e} > {tolerance:.0e}, at {name}; {len(beyond)} of {len(there)} parameters are beyond "
             f"that: {', '.join(beyond[:12])}"
