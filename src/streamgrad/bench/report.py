@@ -226,8 +226,8 @@ def _engines(records: Records, paper: dict[str, Any]) -> list[str]:
         return [not_run("there is no record (`bench step --methods streamgrad,streamgrad-fsdp2,streamgrad-zero3`)")]
     header = ["step", "engine", "without", "under it", "time", "without", "under it", "more"]
     return [
-        "One process is the only rank, so nothing is gained by sharding: what is left is what the engine costs. FSDP2 keeps the "
-        "gathered embeddings and head beside its shards; DeepSpeed keeps weights in fp32 and its buffers.",
+        "One process is the only rank, so nothing is gained by sharding: what is left is what the engine costs. FSDP2 holds "
+        "units that it has gathered beside their shards; DeepSpeed holds weights in fp32 and its buffers.",
         markdown_table(header, rows),
         origin(used),
     ]

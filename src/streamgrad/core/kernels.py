@@ -3,7 +3,7 @@
 They equal the torch functions of the same names in `fused`, which are their reference. Importing this module needs Triton;
 `fused` does so only for tensors on a GPU. Offsets are 64-bit: rows times width pass 2^31.
 
-Shapes: N rows, E width of a row, B batch, H heads, L tokens, D head size.
+Shapes: N rows, E width of a row, B batch, H and G heads, L tokens, D head size.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _row_tile(width: int) -> tuple[int, int]:
     return block, max(1, TILE // block)
 
 
-# Triton has functions for these two, each of which takes as long as launching a kernel.
+# Triton's functions for these two are made for use inside of kernels, and slow outside.
 def _power_of_2(count: int) -> int:
     """The next one, if `count` is none."""
     return 1 << (count - 1).bit_length()

@@ -124,7 +124,7 @@ def _linear(hidden: Tensor, weight: Shadow, bias: Tensor | None = None) -> Tenso
     """`torch.nn.functional.linear` under the current autocast; the weight's gradient goes into `weight.linear_total`."""
     operands = as_autocast(hidden), weight.for_product(), None if bias is None else as_autocast(bias)
     device_type = hidden.device.type
-    # Entered only where it changes something: for a small chunk it takes as long as the product.
+    # Entered only where it changes something: it is not free, and a chunk has a product for every weight.
     with torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext():
         return _SummingLinear.apply(weight, *operands) if torch.is_grad_enabled() else F.linear(*operands)
 
