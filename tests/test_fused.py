@@ -135,6 +135,20 @@ def test_rotary_of_a_frozen_projection_needs_no_gradient(frozen):
     assert torch.equal(gradient, expected)
 
 
+@pytest.mark.parametrize("keep", ["input", "attention", "all"])
+@pytest.mark.parametrize("frozen", [("q_proj",), ("k_proj",), ("q_proj", "k_proj"), ("k_proj", "v_proj")])
+def test_frozen_projections_before_fused_rotary(frozen, keep):
+    """Queries and keys share a node of the graph: the gradient of one does not depend on whether the other has one."""
+    model = tiny_model("llama")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in frozen) and "norm" not in name and "embed" not in name)
+    batch = batches.plain(model)
+    with no_float32():
+        expected = run_step(model, batch)
+        streamgrad.enable(model, chunk_size=7, keep=keep, compile="on")
+        assert_same_step(run_step(model, batch), expected, 1e-10)
+
+
 # How many norms and MLPs of a layer are fused, and whether its rotary embedding is.
 RECOGNISED = {
     "llama": (3, True),

@@ -99,6 +99,8 @@ def test_a_plan_keeps_its_promises(sequence, budget, more, host, keep, offload):
         assert {policy.keep for policy in plan.policies} == {keep}
     if offload == "none" or keep == "all":
         assert not plan.host_bytes
+    away = {size for size, policy in zip(plan.chunk_sizes, plan.policies, strict=True) if policy.on_host}
+    assert len(away) <= 1, "host buffers of several lengths do not serve each other's layers"
     if fits:
         assert plan.peak_bytes <= budget and plan.host_bytes <= host
         roomier, still_fits = plan_of(sequence, budget * more, keep=keep, offload=offload, host=host)

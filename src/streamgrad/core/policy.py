@@ -150,13 +150,16 @@ def _chunk_sizes(
     """Of each layer: the largest that it has room for, or `worst`, room or not.
 
     There is most room in the last layers, before gradients have come together, or where there are few of those in the first ones,
-    whose successors have given back what they kept.
+    whose successors have given back what they kept. Layers that keep on the host have one size together: buffers there are as
+    long as a chunk, and are handed from layer to layer, step to step and length to length.
     """
     around, _ = _held_around(step, policies)
-    return tuple(
+    sizes = [
         next((size for size, limit in room(policy) if size <= worst or held <= limit), worst)
         for held, policy in zip(around, policies, strict=True)
-    )
+    ]
+    on_host = min((size for size, policy in zip(sizes, policies, strict=True) if policy.on_host), default=worst)
+    return tuple(on_host if policy.on_host else size for size, policy in zip(sizes, policies, strict=True))
 
 
 def _candidates(step: Step, keep: str, offload: str, host_budget_bytes: float) -> Iterator[list[LayerPolicy]]:
