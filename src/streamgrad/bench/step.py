@@ -258,7 +258,7 @@ def _measure(
 def _kernel_ms(step: Callable[[], None]) -> dict[str, float]:
     """Milliseconds of a step's kernels: attention, matrix products, copies, everything else.
 
-    Of one that follows another, as those do that are timed: a device that has rested, say while a profiler starts, runs faster.
+    Of one that follows another, as those do that are timed: a device that has rested while a profiler starts may run faster.
     """
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], schedule=schedule) as profile:
