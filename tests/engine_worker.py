@@ -50,12 +50,13 @@ class Case:
     micro_batches: int = 1
     enable_after: bool = False
     keep: str = "input"
+    fused: bool = False  # as on a GPU in 16 bits
     options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         chunks = "checkpointing" if self.chunks is None else f"{self.chunks} chunks"
         extra = [f"{self.micro_batches} micro-batches"] * (self.micro_batches > 1) + ["enabled after"] * self.enable_after
-        extra += [f"keep {self.keep}"] * (self.keep != "input")
+        extra += [f"keep {self.keep}"] * (self.keep != "input") + ["fused"] * self.fused
         return ", ".join([self.engine, self.method, chunks, *extra, *(f"{key}={value}" for key, value in self.options.items())])
 
 
@@ -233,7 +234,8 @@ def run_case(case: Case) -> Outcome:
         make_zero3_leaves(model)
 
     def enable() -> None:
-        streamgrad.enable(model, chunk_size=LENGTHS[0] // case.chunks, head_chunk_size=3, keep=case.keep)
+        size, compiled = LENGTHS[0] // case.chunks, "on" if case.fused else "auto"
+        streamgrad.enable(model, chunk_size=size, head_chunk_size=3, keep=case.keep, compile=compiled)
 
     if case.chunks is None:
         base_of(model).gradient_checkpointing_enable()
@@ -278,7 +280,7 @@ def with_checkpointing(cases: list[Case]) -> list[Case]:
     """Each case after its stock counterpart, without repetition."""
     listed: list[Case] = []
     for case in cases:
-        stock = replace(case, chunks=None, enable_after=False, keep="input")
+        stock = replace(case, chunks=None, enable_after=False, keep="input", fused=False)
         listed += [entry for entry in (stock, case) if entry not in listed]
     return listed
 
@@ -310,7 +312,7 @@ def check_cases(subtests: Any, cases: list[Case], *, world_size: int = 2) -> Non
         with subtests.test(f"{case}, bytes"):
             held = [sum(numbers) for numbers in zip(*(outcomes[index].held for outcomes in ranks), strict=True)]
             assert held == pytest.approx(expected_to_be_held(case, plain[key], world_size), rel=0.05)
-        stock = cases.index(replace(case, chunks=None, enable_after=False, keep="input"))
+        stock = cases.index(replace(case, chunks=None, enable_after=False, keep="input", fused=False))
         for rank, outcomes in enumerate(ranks):
             with subtests.test(f"{case}, rank {rank}"):
                 worst, name = worst_gradient_error(outcomes[index].parameters, plain[key])

@@ -21,6 +21,7 @@ def test_ddp(subtests):
             Case("ddp", "lora", options={"static_graph": True}),
             Case("ddp", enable_after=True, options={"static_graph": True}),
             Case("ddp", options={"find_unused_parameters": True}),
+            Case("ddp", keep="attention", fused=True),
             Case("ddp", "tied", micro_batches=2, options={"gradient_as_bucket_view": True}),
         ],
     )
@@ -35,6 +36,9 @@ def test_fsdp2(subtests):
             Case("fsdp2", "lora", micro_batches=2),
             Case("fsdp2", "lora", enable_after=True, options={"reshard_after_forward": False}),
             Case("fsdp2", options={"reshard_after_forward": False}),
+            Case("fsdp2", fused=True),
+            Case("fsdp2", keep="all", fused=True),
+            Case("fsdp2", "lora", fused=True),
             Case("fsdp2", keep="attention", options={"head_too": True}),
             Case("fsdp2", options={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
         ],
