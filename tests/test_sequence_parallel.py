@@ -34,6 +34,9 @@ TWO_RANKS = [
     Case("gemma2", chunk_size=5),
     Case("qwen3_moe", chunk_size=5),
     Case(lora=True, chunk_size=5),
+    # Fused, as on a GPU in 16 bits.
+    *(Case(chunk_size=5, keep=keep, options={"compile": "on"}) for keep in ("input", "attention", "all")),
+    Case("gemma2", chunk_size=5, lora=True, options={"compile": "on"}),
     Case(chunk_size="auto", options={"memory_budget": "1GiB"}, keep="auto"),
     Case("qwen3_moe", keep="auto", options={"budgets": ("1GiB", "400KiB")}),
 ]
