@@ -34,3 +34,6 @@ if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
 
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
+if torch.distributed.is_initialized():
+    # A script may leave that to the end of the process, where gloo's threads, if one is still running, abort it.
+    torch.distributed.destroy_process_group()
