@@ -97,6 +97,21 @@ def test_a_command_that_does_not_exist():
     assert result.exit_code == 2 and "plan" in result.output
 
 
+@pytest.mark.parametrize("given", ["", "max_split_size_mb:64"])
+def test_the_allocators_segments_may_grow_unless_it_was_set_up(given):
+    code = """
+import atexit, os, sys
+from streamgrad.cli import main
+atexit.register(lambda: print(sorted(v for k, v in os.environ.items() if k in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))))
+sys.argv = ["streamgrad", "--version"]
+main()
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
+    environment |= {"PYTORCH_CUDA_ALLOC_CONF": given} if given else {}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stdout.splitlines()[-1] == str([given or "expandable_segments:True"]), done.stderr
+
+
 def test_small_models_on_a_cpu_take_one_thread():
     """Two threads on two busy cores take six times as long for `check`."""
     before = torch.get_num_threads()

@@ -130,6 +130,8 @@ def why_not(record: dict) -> str | None:
         return "mini-sequences are not estimated"
     if record["method"] in ("streamgrad-fsdp2", "streamgrad-zero3"):
         return "what an engine holds where one rank is all there is is not estimated"
+    if record.get("accumulates"):
+        return "its gradients were there before"
     if record.get("objective", "sft") != "sft":
         return "its loss and its reference pass are the benchmark's own"
     if record["method"] == "streamgrad" and "plan" not in record["policy"]:

@@ -16,6 +16,7 @@ import streamgrad
 from gradients import assert_same_step, no_float32, run_step
 from streamgrad.config import parse_bytes
 from streamgrad.core.live import LiveBytes
+from streamgrad.core.machine import usable_share
 from streamgrad.core.moments import LayerCosts, LayerPolicy, Shape
 from streamgrad.core.policy import (
     LARGE_CHUNKS,
@@ -325,3 +326,20 @@ def test_policies_read_well():
     expected = "1 x input on host, 1 x all; chunks of 4096 tokens; about 2.5 GiB on the device and 1.0 GiB on the host"
     assert str(plan) == expected
     assert "on the host" not in str(dataclasses.replace(plan, host_bytes=0.0))
+
+
+@pytest.mark.parametrize(
+    ("variables", "share"),
+    [
+        ({}, 0.9),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, 0.95),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64, expandable_segments: true"}, 0.95),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, 0.9),
+    ],
+)
+def test_more_of_a_device_is_left_free_where_segments_cannot_grow(variables, share, monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert usable_share() == pytest.approx(share)

@@ -54,7 +54,11 @@ def shard_for_one_rank(network: PreTrainedModel, device: torch.device) -> None:
 
 
 def zero3_for_one_rank(network: PreTrainedModel, device: torch.device) -> Any:
-    """DeepSpeed's engine, ZeRO-3 as for several GPUs, with this process as the only rank; it keeps weights in fp32 as well."""
+    """DeepSpeed's engine, ZeRO-3 as for several GPUs, with this process as the only rank.
+
+    Its weights and gradients have the model's own dtype, so that it holds what a step without it does, and its buffers have the
+    sizes that Accelerate and transformers give them for "auto".
+    """
     try:
         deepspeed = importlib.import_module("deepspeed")
     except ModuleNotFoundError as error:
@@ -62,11 +66,20 @@ def zero3_for_one_rank(network: PreTrainedModel, device: torch.device) -> Any:
     _be_the_only_rank(device)
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # which DeepSpeed reads whoever has made the group
     make_zero3_leaves(network)
+    own_dtype, width = network.dtype == torch.bfloat16, network.config.hidden_size
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": network.dtype == torch.bfloat16},
+        "bf16": {"enabled": own_dtype, "bf16_master_weights_and_grads": own_dtype, "bf16_optimizer_states": own_dtype},
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": 3},
+        "zero_optimization": {
+            "stage": 3,
+            "reduce_bucket_size": width**2,
+            "stage3_prefetch_bucket_size": int(0.9 * width**2),
+            "stage3_param_persistence_threshold": 10 * width,
+            # Nothing stays gathered that is not in use: layers are gathered as a whole, and there is memory for few of them.
+            "stage3_max_live_parameters": width**2,
+            "stage3_max_reuse_distance": width**2,
+        },
     }
     engine, *_ = deepspeed.initialize(model=network, optimizer=torch.optim.SGD(network.parameters(), lr=0.0), config=config)
     return engine

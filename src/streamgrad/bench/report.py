@@ -211,15 +211,17 @@ def _head(records: Records, paper: dict[str, Any]) -> list[str]:
 
 def _engines(records: Records, paper: dict[str, Any]) -> list[str]:
     found = latest(
-        ({**record, "keep": record["policy"].get("keep")} for record in records["step"]), "method", "model", "seq_len", "keep"
-    )
+        ({**record, "keep": record["policy"].get("keep")} for record in records["step"]),
+        "method", "model", "seq_len", "keep", "accumulates",
+    )  # fmt: skip
     rows, used = [], []
     for (method, *cell), record in found.items():
         plain = found.get(("streamgrad", *cell))
         if method not in ENGINE_METHODS or plain is None or not plain["step_ms"] or not record["step_ms"]:
             continue
         times, bytes_more = record["step_ms"] / plain["step_ms"], record["peak_bytes"] - plain["peak_bytes"]
-        shape = [f"{record['model']}, {record['seq_len']:,} tokens", ENGINE_METHODS[method]]
+        added = ", added to gradients" if record["accumulates"] else ""
+        shape = [f"{record['model']}, {record['seq_len']:,} tokens{added}", ENGINE_METHODS[method]]
         rows.append([*shape, ms(plain), ms(record), f"{times:.3f}x", gb(plain), gb(record), f"{bytes_more / 1e9:.1f} GB"])
         used += [plain, record]
     if not rows:
@@ -227,7 +229,9 @@ def _engines(records: Records, paper: dict[str, Any]) -> list[str]:
     header = ["step", "engine", "without", "under it", "time", "without", "under it", "more"]
     return [
         "One process is the only rank, so nothing is gained by sharding: what is left is what the engine costs. FSDP2 holds "
-        "units that it has gathered beside their shards; DeepSpeed holds weights in fp32 and its buffers.",
+        "units that it has gathered beside their shards (at 16,000 tokens embeddings and head too, which were no units of their "
+        "own). DeepSpeed holds gradients from its start on, so that a step is best compared with one that adds to gradients of "
+        "another; at 16,000 tokens it also held weights in fp32.",
         markdown_table(header, rows),
         origin(used),
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from streamgrad.bench.lengths import TRL_CELLS
-from streamgrad.bench.predicted import found_in
+from streamgrad.bench.predicted import found_in, with_growing_segments
 from streamgrad.bench.selection import (
     Record,
     Records,
@@ -206,7 +206,8 @@ def partitions(records: Records, paper: dict[str, Any]) -> list[str]:
 def predicted(records: Records, paper: dict[str, Any]) -> list[str]:
     said = [
         "`streamgrad plan` predicts the longest sequence that fits a card. Each of these was run below its prediction and above "
-        "it, whole, under the cap that is named; where the first fits and the second does not, the true length lies between."
+        "it, whole, under the cap that is named, with an allocator whose segments can grow; where the first fits and the second "
+        "does not, the true length lies between."
     ]
     found = found_in(records["predicted"])
     if not found:
@@ -215,8 +216,10 @@ def predicted(records: Records, paper: dict[str, Any]) -> list[str]:
     for each in found:
         own = each.configuration
         between = [or_dash(tokens, "{:,} tokens") for tokens in (each.fitted, each.failed)]
-        lines.append([f"{own.model} {own.training}", own.offload, own.gpu_memory, *between])
-    return [*said, markdown_table(["model", "offload", "cap", "fitted", "did not fit"], lines), origin(records["predicted"])]
+        predicted_tokens = f"{own.longest_tokens():,} tokens"
+        lines.append([f"{own.model} {own.training}", own.offload, own.gpu_memory, predicted_tokens, *between])
+    header = ["model", "offload", "cap", "predicted", "fitted", "did not fit"]
+    return [*said, markdown_table(header, lines), origin(with_growing_segments(records["predicted"]))]
 
 
 def small_card(records: Records, paper: dict[str, Any]) -> list[str]:

@@ -28,7 +28,7 @@ _AUTOMATIC = ("chunk_size", "keep", "offload")
 # (streamgrad's, weights and gradients) on the device until the first length of the next method was done.
 _FAULTY_PEAKS = {33_347_017_728: "liger at 6,000 tokens", 20_560_861_184: "liger-offload at 65,536 tokens"}
 # What the first records of steps do not say, as there was nothing else yet.
-_EARLIER = {"objective": "sft", "batch": 1, "training": "full"}
+_EARLIER = {"objective": "sft", "batch": 1, "training": "full", "accumulates": False}
 FAULT = "the model measured before was still on the device"
 
 
@@ -54,6 +54,7 @@ def automatic_steps(records: Sequence[Record], *, batch: int = 1) -> dict[tuple[
         record
         for record in records
         if (record["model"], record["training"], record["batch"]) == ("qwen3-4b", "full", batch)
+        and not record["accumulates"]
         and record["policy"].get("memory_budget") is None
         and all(record["policy"].get(name, "auto") == "auto" for name in _AUTOMATIC)
     ]

@@ -10,6 +10,7 @@ import copy
 import gc
 import importlib
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,6 +50,8 @@ class StepRecord:
     `peak_bytes` and `reserved_bytes` are the allocator's, weights and gradients included; `host_bytes` is pinned host memory.
     `kernel_ms` is the time of one step's kernels by kind, from the profiler. Where only `layers` of the model's layers were run,
     `ballast_bytes` of device memory stood for the others: their weights, gradients and whatever they keep on the device.
+    `accumulates`: gradients of an earlier step were there, and this one's were added to them. `allocator` has the settings of
+    torch's allocator.
     """
 
     benchmark: str
@@ -65,10 +68,12 @@ class StepRecord:
     host_bytes: int
     ballast_bytes: int = 0
     kernel_ms: dict[str, float] | None = None
+    accumulates: bool = False
     policy: dict[str, Any]
     error: str | None
     device: str
     versions: dict[str, str]
+    allocator: str = ""
     command: str
 
 
@@ -86,6 +91,7 @@ def measure_steps(
     objective: str = "sft",
     batches: Sequence[int] = (1,),
     kernels: bool = False,
+    accumulates: bool = False,
     benchmark: str = "step",
     ballast: Callable[[PreTrainedModel, int], int] | None = None,
     budgets: dict[int, int] | None = None,
@@ -100,6 +106,7 @@ def measure_steps(
         objective: "sft"; or "dpo", "grpo" with a reference pass, by streamgrad alone.
         batches: rows of a step.
         kernels: profile one more step of streamgrad's.
+        accumulates: gradients stay from step to step, as between two steps of an optimizer.
         ballast: of the built model and a number of tokens, bytes to be held on the device while it is measured.
         budgets: `memory_budget` by length, in place of the one in `config`.
         device: the GPU unless given. On a CPU, `peak_bytes` is counted above what the step found.
@@ -115,6 +122,8 @@ def measure_steps(
         "benchmark": benchmark, "model": model, "training": training, "objective": objective,
         "layers": layers or preset.num_hidden_layers, "device": device_name(device),
         "versions": versions("transformers", "liger-kernel", "triton", "deepspeed"), "command": command,
+        "accumulates": accumulates,
+        "allocator": os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")),
     }  # fmt: skip
     for method in sorted(methods, key=_ORDER.index):
         streams = "streamgrad" in method
@@ -155,7 +164,7 @@ def measure_steps(
             ids_BT = torch.randint(0, network.config.vocab_size, (batch, length), device=device)
             held_bytes = ballast(network, batch * length) if ballast else 0
             outcome = _measure(
-                _step_of(method, objective, network, ids_BT, reference, engine), device, runs, warm_ups=warm_ups,
+                _step_of(method, objective, network, ids_BT, reference, engine, accumulates), device, runs, warm_ups=warm_ups,
                 kernels=kernels and streams, held_bytes=held_bytes,
             )  # fmt: skip
             installed = InstalledForward.on(network.get_decoder())
@@ -214,9 +223,12 @@ def _peers_policy(method: str) -> dict[str, Any]:
     return policy | {"mlp_piece_tokens": MLP_PIECE_TOKENS, "head_pieces": HEAD_PIECES} if method == "mst" else policy
 
 
-def _step_of(method: str, objective: str, network: Any, ids_BT: torch.Tensor, reference: Any, engine: Any) -> Callable[[], None]:
+def _step_of(
+    method: str, objective: str, network: Any, ids_BT: torch.Tensor, reference: Any, engine: Any, accumulates: bool
+) -> Callable[[], None]:
     def step() -> None:
-        network.zero_grad(set_to_none=True)
+        if not accumulates:
+            network.zero_grad(set_to_none=True)
         if method == "mst":
             loss = mini_sequence_loss(network, ids_BT)
         else:

@@ -17,9 +17,16 @@ class CheckFailed(Exception):
 def main() -> None:
     """Run the command in `sys.argv`."""
     with one_line_errors():
+        _let_segments_grow()
         from streamgrad.cli.app import app
 
         app()
+
+
+def _let_segments_grow() -> None:
+    """Unless the user has set torch's allocator up: fragments of fixed segments take a tenth of a GPU that is full."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 @contextmanager

@@ -139,6 +139,7 @@ def bench_step(
         str | None, typer.Option(help="As for streamgrad.enable; `liger`: at each length what liger took there, by the records.")
     ] = None,
     kernels: Annotated[bool, typer.Option(help="Profile one more step of streamgrad's: kernel time by kind.")] = False,
+    accumulate: Annotated[bool, typer.Option("--accumulate", help="Add to the gradients of the step before.")] = False,
     warm_ups: Annotated[int, typer.Option(min=0, help="Steps before those that are timed: kernels settle in them.")] = 4,
     runs: Annotated[int, typer.Option(min=1, help="Timed steps after the warm-up; the median counts.")] = 3,
     resume: Annotated[bool, typer.Option("--resume", help=_RESUME)] = False,
@@ -151,6 +152,8 @@ def bench_step(
     `python -m streamgrad bench step --model qwen3-4b --seq 6000,12000 --methods hf,liger,streamgrad`
 
     `python -m streamgrad bench step --seq 9000 --batch 1,2,4,16 --methods hf,mst,liger,streamgrad`
+
+    `python -m streamgrad bench step --model qwen3-8b --seq 64000 --accumulate --methods streamgrad,streamgrad-zero3`
     """
     lengths, batches, chosen = _numbers(seq), _numbers(batch), methods.split(",")
     options: dict[str, Any] = {
@@ -164,13 +167,14 @@ def bench_step(
     command += "" if batch == "1" else f" --batch {batch}"
     command += "".join(f" --{name.replace('_', '-')} {value}" for name, value in options.items() if value != "auto")
     command += "" if memory_budget is None else f" --memory-budget {memory_budget}"
+    command += " --accumulate" if accumulate else ""
     command += (" --kernels" if kernels else "") + (f" --warm-ups {warm_ups}" if warm_ups != 4 else "")
     options["chunk_size"] = parse_tokens("chunk_size", chunk_size)
     budgets = step_bench.peaks_in(out, method="liger", model=model, lengths=lengths) if memory_budget == "liger" else None
     config = streamgrad.StreamConfig(**options, memory_budget=None if budgets else memory_budget)
     measure = partial(
         step_bench.measure_steps, model=model, lengths=lengths, methods=chosen, config=config, runs=runs, command=command,
-        batches=batches, kernels=kernels, warm_ups=warm_ups, budgets=budgets,
+        batches=batches, kernels=kernels, accumulates=accumulate, warm_ups=warm_ups, budgets=budgets,
     )  # fmt: skip
     _run_steps(measure, out, cells=len(chosen) * len(lengths) * len(batches), resume=resume)
 

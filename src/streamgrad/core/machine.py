@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from streamgrad.core.policy import HOST_SHARE
+from streamgrad.core.policy import HOST_SHARE, MARGIN, MARGIN_IN_FIXED_SEGMENTS
 
 
 def device_memory(device: torch.device) -> tuple[int, float]:
@@ -21,6 +21,20 @@ def device_memory(device: torch.device) -> tuple[int, float]:
     free, total = torch.cuda.mem_get_info(device)
     fraction = torch.cuda.get_per_process_memory_fraction(device)
     return held, min(reserved + free, fraction * total)
+
+
+def segments_grow() -> bool:
+    """Whether torch's allocator was told to extend its segments where it can, by its environment variable.
+
+    Else blocks are carved out of segments of fixed sizes, and what remains of one is often too small for the next tensor.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    return any("expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower() for name in names)
+
+
+def usable_share() -> float:
+    """Of the memory that a process may have on a device, what a plan may fill; the rest is for fragments."""
+    return 1.0 - (MARGIN if segments_grow() else MARGIN_IN_FIXED_SEGMENTS)
 
 
 def host_budget_bytes(*, held_bytes: int) -> float:

@@ -101,9 +101,10 @@ def layer_moments(costs: LayerCosts, shape: Shape, policy: LayerPolicy, chunk_si
     chunk = shape.rows * min(chunk_size, shape.sequence)
     whole = chunk == tokens
     keys = tokens * ((0.0 if policy.holds_attention else costs.keys_and_values) + (0.0 if whole else costs.key_sums))
-    if policy.on_host:  # this chunk and the next; keys and values are counted with the others
-        kept = sum(costs.kept(policy).values()) - (costs.keys_and_values if policy.keep == "attention" else 0.0)
-        through = sum_of(through, {"chunk activations": 2 * chunk * kept})
+    if policy.on_host:  # this chunk and the next or, from a layer's last chunk on, the keys and values of the layer below
+        brought = costs.keys_and_values if policy.keep == "attention" else 0.0
+        kept = sum(costs.kept(policy).values()) - brought
+        through = sum_of(through, {"chunk activations": 2 * chunk * kept, "keys and values": tokens * brought})
     made = 0.0 if policy.keep == "input" else costs.attention  # part of a chunk's graph that is kept, or has been brought
     sums = costs.gradients if whole else costs.gradient_sums
     moments = {

@@ -20,8 +20,10 @@ from dataclasses import dataclass
 
 from streamgrad.core.moments import LayerCosts, LayerPolicy, Shape, layer_moments
 
-# Of the memory that is free, for fragments; and over what a layer and the head hold while they work, for what is not foreseen.
-MARGIN, UNFORESEEN = 0.05, 1.03
+# Of the memory that is free, for fragments: where the allocator's segments can grow, and where they cannot.
+MARGIN, MARGIN_IN_FIXED_SEGMENTS = 0.05, 0.1
+# Over what a layer and the head hold while they work, for what is not foreseen.
+UNFORESEEN = 1.03
 # Of the host memory that is available: the rest is for the program itself and for the kernel's own needs.
 HOST_SHARE = 0.85
 # Tokens of a batch in a chunk. Beyond 16,384 nothing gets faster; below 6,144 matrix products do not fill a large GPU, so smaller

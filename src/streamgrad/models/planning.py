@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from streamgrad.config import StreamConfig
 from streamgrad.core.exchange import Exchange
-from streamgrad.core.machine import device_memory, host_budget_bytes
+from streamgrad.core.machine import device_memory, host_budget_bytes, segments_grow, usable_share
 from streamgrad.core.moments import LayerCosts, LayerPolicy, Shape, embedding_parts, head_parts
-from streamgrad.core.policy import MARGIN, USUAL_CHUNK, Plan, Step, choose_plan, readable, regular_chunk
+from streamgrad.core.policy import USUAL_CHUNK, Plan, Step, choose_plan, readable, regular_chunk
 from streamgrad.core.probe import PROBED_TOKENS, measured_costs
 from streamgrad.core.storage import HostStore
 from streamgrad.head.chunk_size import SHORTEST_CHUNK
@@ -76,7 +76,7 @@ class Planner:
         held, limit = device_memory(h_BTE.device) if on_cuda else (_bytes_of(decoder), float("inf"))
         resident = held - h_BTE.nbytes if on_cuda else held  # without the first layer's input, which is among what layers keep
         # In round numbers, so that steps which are alike have the same plan, which then is found once.
-        budget = min(_floor((1.0 - MARGIN) * limit, 2**26), config.budget_bytes or float("inf"))
+        budget = min(_floor(usable_share() * limit, 2**26), config.budget_bytes or float("inf"))
         host = _floor(host_budget_bytes(held_bytes=store.total_bytes), 2**30)
         # Ranks that share a sequence exchange as often as they run attention: all must choose the same plan.
         resident, *missing = exchange.most(resident, -budget, -host)
@@ -100,7 +100,7 @@ class Planner:
             self._refuse(step, plan, budget, host, offload, exchange.chunk_size)
         if self.latest is None or plan.policies != self.latest.policies:
             logger.debug("streamgrad: %d x %d tokens within %.1f GiB: %s", batch, sequence, budget / 2**30, plan)
-        if on_cuda and self._shape_with_segments != h_BTE.shape:
+        if on_cuda and not segments_grow() and self._shape_with_segments != h_BTE.shape:
             _give_segments(h_BTE, sum(not policy.on_host for policy in plan.policies))
             self._shape_with_segments = h_BTE.shape
         self.latest = plan

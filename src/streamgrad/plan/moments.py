@@ -25,6 +25,9 @@ from streamgrad.models.shape import ModelShape
 
 # Ids, labels and shifted targets, 8 bytes each.
 _TOKEN_IDS = 24
+# What torch holds for matrix products on a Hopper GPU. Measured steps have two of them and, from the first product on that makes
+# the gradient of a whole weight in a layer, four more.
+_PRODUCT_WORKSPACE, _ALWAYS, _FOR_WEIGHTS = 32 * 2**20, 2, 4
 # transformers' loss in backward: log-probabilities, and the gradients of these and of the logits, in fp32.
 _LOGIT_BYTES = 12
 
@@ -64,8 +67,9 @@ class Workload:
 
     @property
     def always(self) -> Parts:
-        """What is there at every moment: the resident parts, token ids, positions and rotary angles."""
-        return sum_of(self.resident, {"other": self.tokens * (self.shape.profile.positions + _TOKEN_IDS)})
+        """What is there at every moment: the resident parts, token ids, positions and rotary angles, and workspaces."""
+        per_token = self.shape.profile.positions + _TOKEN_IDS
+        return sum_of(self.resident, {"other": self.tokens * per_token, "workspace": _ALWAYS * _PRODUCT_WORKSPACE})
 
     def gradients(self, finished_layers: int) -> float:
         """Of the head and of the last layers, at their final size."""
@@ -92,6 +96,7 @@ def streamed_moments(load: Workload, policies: Sequence[LayerPolicy], chunk_size
     logits = head_rows * (shape.vocabulary * shape.itemsize + 4 * shape.width)
     head = head_parts(tokens * costs.input, logits, shape.head_trainable, shape.itemsize)
     moments = [Moment("the head", sum_of(always, kept[-1], head))]
+    always = sum_of(always, {"workspace": _FOR_WEIGHTS * _PRODUCT_WORKSPACE if shape.outside_trainable else 0.0})
     for index, (policy, chunk_size) in enumerate(zip(policies, chunk_sizes, strict=True)):
         below = sum_of(always, kept[index], {"gradients": load.gradients(shape.layers - 1 - index)})
         moments += [
