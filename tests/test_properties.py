@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import random
+from unittest import mock
+
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import streamgrad
 from gradients import assert_same_step, no_float32, run_step
+from lora import with_lora
 from streamgrad.attention.backends import Block, backends_named
 from streamgrad.attention.masks import CausalMask
 from streamgrad.attention.streamed import streamed_attention
 from streamgrad.core.chunk import Chunk, KeyValueStream, spans
-from tiny import tiny_model, tokens
+from streamgrad.core.moments import LayerPolicy
+from streamgrad.core.policy import Plan
+from streamgrad.models.planning import Planner
+from tiny import FAMILIES, tiny_model, tokens
 
 masks = st.sampled_from(["none", "right", "left", "holes", "packed", "dense"])
 
@@ -78,6 +85,39 @@ def test_any_model_any_batch(
         expected = run_step(model, arguments)
         streamgrad.enable(model, chunk_size=chunk_size, head_chunk_size=head_chunk_size, keep=keep, attention=attention)
         assert_same_step(run_step(model, arguments), expected, 1e-9)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    family=st.sampled_from(sorted(FAMILIES)),
+    kind=masks,
+    batch=st.integers(1, 2),
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=2),
+    plan=st.lists(st.tuples(st.sampled_from(["input", "attention", "all"]), st.integers(1, 22)), min_size=2, max_size=2),
+    training=st.sampled_from(["full", "adapters", "some frozen"]),
+    compile=st.sampled_from(["on", "off"]),
+    seed=st.integers(0, 10**6),
+)
+def test_any_plan(family, kind, batch, lengths, plan, training, compile, seed):
+    """What the planner may choose where memory is short: layers that keep differently, with chunks of sizes of their own."""
+    model = tiny_model(family, seed=seed)
+    if training == "adapters":
+        model = with_lora(model)
+        model.enable_input_require_grads()
+    elif training == "some frozen":
+        frozen = random.Random(seed)
+        for parameter in model.parameters():
+            parameter.requires_grad_(frozen.random() < 0.5)
+        model.lm_head.requires_grad_(True)  # or there may be nothing to train
+    chosen = Plan(tuple(LayerPolicy(keep) for keep, _ in plan), tuple(size for _, size in plan), 0.0, 0.0)
+    for length in lengths:
+        arguments = masked_batch(kind, batch, length, seed)
+        with no_float32(), mock.patch.object(Planner, "plan", return_value=chosen):
+            expected = run_step(model, arguments)
+            streamgrad.enable(model, compile=compile, head_chunk_size=3)
+            actual = run_step(model, arguments)
+            streamgrad.disable(model)
+        assert_same_step(actual, expected, 1e-9)
 
 
 @settings(max_examples=80, deadline=None)

@@ -48,7 +48,7 @@ class StepRecord:
 
     The step has `batch` rows of `seq_len` tokens: for DPO those of all pairs, for GRPO one a completion.
     `peak_bytes` and `reserved_bytes` are the allocator's, weights and gradients included; `host_bytes` is pinned host memory.
-    `kernel_ms` is the time of one step's kernels by kind, from the profiler. Where only `layers` of the model's layers were run,
+    `kernel_ms` is the time of a step's kernels by kind, from the profiler. Where only `layers` of the model's layers were run,
     `ballast_bytes` of device memory stood for the others: their weights, gradients and whatever they keep on the device.
     `accumulates`: gradients of an earlier step were there, and this one's were added to them. `allocator` has the settings of
     torch's allocator.
@@ -105,7 +105,7 @@ def measure_steps(
         training: "full", or "lora" for adapters of rank 32 on every linear map of the layers.
         objective: "sft"; or "dpo", "grpo" with a reference pass, by streamgrad alone.
         batches: rows of a step.
-        kernels: profile one more step of streamgrad's.
+        kernels: profile some more steps of streamgrad's.
         accumulates: gradients stay from step to step, as between two steps of an optimizer.
         ballast: of the built model and a number of tokens, bytes to be held on the device while it is measured.
         budgets: `memory_budget` by length, in place of the one in `config`.
@@ -270,17 +270,19 @@ def _measure(
 def _kernel_ms(step: Callable[[], None]) -> dict[str, float]:
     """Milliseconds of a step's kernels: attention, matrix products, copies, everything else.
 
-    Of one that follows another, as those do that are timed: a device that has rested while a profiler starts may run faster.
+    The mean of three steps that follow three others, as those do that are timed: a device that has rested while a profiler
+    starts runs faster than one at its limit of power.
     """
-    schedule = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
+    warm, counted = 3, 3
+    schedule = torch.profiler.schedule(wait=0, warmup=warm, active=counted, repeat=1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], schedule=schedule) as profile:
-        for _ in range(2):
+        for _ in range(warm + counted):
             step()
             torch.cuda.synchronize()
             profile.step()
     totals = dict.fromkeys(("attention", "gemm", "copy", "other"), 0.0)
     for event in profile.key_averages():
-        totals[kernel_kind(event.key)] += event.self_device_time_total / 1e3
+        totals[kernel_kind(event.key)] += event.self_device_time_total / counted / 1e3
     return {kind: round(ms, 3) for kind, ms in totals.items()}
 
 

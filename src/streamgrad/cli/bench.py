@@ -138,7 +138,7 @@ def bench_step(
     memory_budget: Annotated[
         str | None, typer.Option(help="As for streamgrad.enable; `liger`: at each length what liger took there, by the records.")
     ] = None,
-    kernels: Annotated[bool, typer.Option(help="Profile one more step of streamgrad's: kernel time by kind.")] = False,
+    kernels: Annotated[bool, typer.Option(help="Profile some more steps of streamgrad's: kernel time by kind.")] = False,
     accumulate: Annotated[bool, typer.Option("--accumulate", help="Add to the gradients of the step before.")] = False,
     warm_ups: Annotated[int, typer.Option(min=0, help="Steps before those that are timed: kernels settle in them.")] = 4,
     runs: Annotated[int, typer.Option(min=1, help="Timed steps after the warm-up; the median counts.")] = 3,
