@@ -40,7 +40,7 @@ SECONDS = {"torch", "transformers", "peft", "numpy"}
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["--version"], ["plan", "--help"], ["check", "--help"], ["train", "--help"]], ids=" ".join
+    "words", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS), ["bench", "step", "--help"]], ids=" ".join
 )
 def test_help_needs_neither_torch_nor_transformers(words):
     assert not imported_by(*words) & (HEAVY | SECONDS)

@@ -13,7 +13,8 @@ import torch
 from typer.testing import CliRunner
 
 import streamgrad
-from streamgrad.cli import CheckFailed, demo
+from streamgrad.cli import CheckFailed
+from streamgrad.cli import demonstration as demo
 from streamgrad.cli.app import app
 from tiny import tiny_model, tokens
 

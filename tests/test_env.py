@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import streamgrad
 from streamgrad.attention.backends.sdpa import SdpaBackend
-from streamgrad.cli import env
+from streamgrad.cli import environment as env
 from streamgrad.cli.app import app
 from streamgrad.core.chunk import Attended
 

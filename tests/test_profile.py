@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import streamgrad
 from lora import with_lora
 from streamgrad.cli.app import app
-from streamgrad.cli.profile import CHECKPOINTING, STREAMED, record, record_both
+from streamgrad.cli.profiled import CHECKPOINTING, STREAMED, record, record_both
 from streamgrad.core.live import LiveBytes
 from streamgrad.profile import record as recording
 from streamgrad.profile.advice import advice, as_bytes

@@ -19,11 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import streamgrad
-from streamgrad.bench.records import RESULTS as RESULTS_FOLDER
 from streamgrad.bench.records import device_name, median_ms, versions
 from streamgrad.core.live import peak_bytes_of
 
-RESULTS = RESULTS_FOLDER / "head.jsonl"
 GEMMS = "bare GEMMs"
 
 

@@ -7,10 +7,7 @@ from typing import Any
 
 import torch
 
-from streamgrad.bench.records import RESULTS as RESULTS_FOLDER
 from streamgrad.bench.records import device_name, versions
-
-RESULTS = RESULTS_FOLDER / "precision.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,6 @@ import torch
 
 import streamgrad
 
-RESULTS = Path("benchmarks/results")
-
 
 def median_ms(step: Callable[[], object], device: torch.device, runs: int) -> float:
     """Median wall time of `runs` steps, each waited for; the caller warms up."""

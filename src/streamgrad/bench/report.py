@@ -16,7 +16,6 @@ from streamgrad.bench.report_lengths import longest, memory, mini_sequences, par
 from streamgrad.bench.selection import Record, Records, automatic_steps, latest, read_records
 from streamgrad.bench.words import STEP_METHODS, TIMED_METHODS, gb, markdown_table, ms, not_run, or_dash, origin, picture
 
-REPORT = Path("benchmarks/REPORT.md")
 BATCH_TOKENS = 9_000
 # Of README's table.
 SPEED_LENGTHS = (6_000, 12_000, 24_000, 36_000, 72_000)

@@ -20,6 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 import streamgrad
+from streamgrad.bench.names import METHODS
 from streamgrad.bench.objective import OBJECTIVES
 from streamgrad.bench.peers import (
     HEAD_PIECES,
@@ -37,7 +38,6 @@ from streamgrad.core.moments import KEYS_AT_ONCE
 from streamgrad.models.forwards import InstalledForward
 from streamgrad.models.presets import preset_config, preset_model
 
-METHODS = ("hf", "mst", "liger", "liger-offload", "streamgrad", "streamgrad-fsdp2", "streamgrad-zero3", "streamgrad-liger")
 # Liger patches transformers for the whole process: its kernels come after everything else, its fused loss last.
 _ORDER = ("hf", "mst", "streamgrad", "streamgrad-fsdp2", "streamgrad-zero3", "streamgrad-liger", "liger", "liger-offload")
 

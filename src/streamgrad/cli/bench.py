@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-import streamgrad
-from streamgrad.bench import head as head_bench
-from streamgrad.bench import lengths as lengths_bench
-from streamgrad.bench import linear
-from streamgrad.bench import precision as precision_bench
-from streamgrad.bench import predicted as predicted_bench
-from streamgrad.bench import step as step_bench
-from streamgrad.bench.records import RESULTS, Session, append_records, rows_in
-from streamgrad.bench.report import REPORT, write_report
-from streamgrad.check.precision import check_precision
+from streamgrad.bench.names import METHODS, REPORT, RESULTS
 from streamgrad.cli.check import check_table
-from streamgrad.cli.tables import head_table, linear_table, step_table, tokens_of
-from streamgrad.config import parse_bytes, parse_tokens
-from streamgrad.models.presets import config_of
+from streamgrad.config import StreamConfig, parse_bytes, parse_tokens
+
+# What measures is imported in each command, so that `--help` need not wait for it.
+if TYPE_CHECKING:
+    import torch
 
 _RESUME = "Leave out what the file has from the same command, on this device, with these versions."
 
@@ -56,7 +45,7 @@ def bench_linear(
     dtype: Annotated[Dtype | None, typer.Option(help="Of X, W1 and W2.", show_default="float32")] = None,
     device: Annotated[Device | None, typer.Option(help="Where to run.", show_default="cuda if there is one, else cpu")] = None,
     paper: Annotated[bool, typer.Option("--paper", help="The paper's shape, 1e6 x 16384 in bfloat16 (a GPU of 80 GB).")] = False,
-    out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = linear.RESULTS,
+    out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = RESULTS / "linear.jsonl",
 ) -> None:
     """The paper's linear example, L = sum(X W1 W2): standard backpropagation against 20 to 500 partitions of X's rows.
 
@@ -66,6 +55,12 @@ def bench_linear(
 
     `python -m streamgrad bench linear --paper`
     """
+    import torch
+
+    from streamgrad.bench import linear
+    from streamgrad.bench.records import append_records
+    from streamgrad.cli.tables import linear_table
+
     target = _device(device)
     if paper:
         if (rows, width, dtype) != (None, None, None):
@@ -95,7 +90,7 @@ def bench_head(
     device: Annotated[Device | None, typer.Option(help="Where to run.", show_default="cuda if there is one, else cpu")] = None,
     chunk_size: Annotated[str, typer.Option(help="streamgrad's: tokens that have logits at a time, or auto.")] = "auto",
     runs: Annotated[int, typer.Option(min=1, help="Timed steps after the warm-up; the median counts.")] = 10,
-    out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = head_bench.RESULTS,
+    out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = RESULTS / "head.jsonl",
 ) -> None:
     """Cross entropy and token log-probabilities of a linear head, forward and backward, beside the bare GEMMs.
 
@@ -105,6 +100,12 @@ def bench_head(
 
     `python -m streamgrad bench head --tokens 16384 --width 2560 --chunk-size 2048`
     """
+    import torch
+
+    from streamgrad.bench import head as head_bench
+    from streamgrad.bench.records import append_records
+    from streamgrad.cli.tables import head_table
+
     target = _device(device)
     on_gpu = target.type == "cuda"
     default = head_bench.GPU_SHAPE if on_gpu else head_bench.CPU_SHAPE
@@ -128,7 +129,7 @@ def bench_head(
 def bench_step(
     model: Annotated[str, typer.Option(help="A preset: a published shape, with random weights.")] = "qwen3-4b",
     seq: Annotated[str, typer.Option(help="Sequence lengths, separated by commas.")] = "6000,12000,24000,36000",
-    methods: Annotated[str, typer.Option(help=f"Some of {', '.join(step_bench.METHODS)}.")] = "hf,streamgrad",
+    methods: Annotated[str, typer.Option(help=f"Some of {', '.join(METHODS)}.")] = "hf,streamgrad",
     batch: Annotated[str, typer.Option(help="Sequences of a step, separated by commas.")] = "1",
     chunk_size: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "auto",
     keep: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "auto",
@@ -155,6 +156,9 @@ def bench_step(
 
     `python -m streamgrad bench step --model qwen3-8b --seq 64000 --accumulate --methods streamgrad,streamgrad-zero3`
     """
+    from streamgrad.bench.step import measure_steps, peaks_in
+    from streamgrad.cli.cells import run_steps
+
     lengths, batches, chosen = _numbers(seq), _numbers(batch), methods.split(",")
     options: dict[str, Any] = {
         "chunk_size": chunk_size,
@@ -170,13 +174,13 @@ def bench_step(
     command += " --accumulate" if accumulate else ""
     command += (" --kernels" if kernels else "") + (f" --warm-ups {warm_ups}" if warm_ups != 4 else "")
     options["chunk_size"] = parse_tokens("chunk_size", chunk_size)
-    budgets = step_bench.peaks_in(out, method="liger", model=model, lengths=lengths) if memory_budget == "liger" else None
-    config = streamgrad.StreamConfig(**options, memory_budget=None if budgets else memory_budget)
+    budgets = peaks_in(out, method="liger", model=model, lengths=lengths) if memory_budget == "liger" else None
+    config = StreamConfig(**options, memory_budget=None if budgets else memory_budget)
     measure = partial(
-        step_bench.measure_steps, model=model, lengths=lengths, methods=chosen, config=config, runs=runs, command=command,
+        measure_steps, model=model, lengths=lengths, methods=chosen, config=config, runs=runs, command=command,
         batches=batches, kernels=kernels, accumulates=accumulate, warm_ups=warm_ups, budgets=budgets,
     )  # fmt: skip
-    _run_steps(measure, out, cells=len(chosen) * len(lengths) * len(batches), resume=resume)
+    run_steps(measure, out, cells=len(chosen) * len(lengths) * len(batches), resume=resume)
 
 
 def _numbers(text: str) -> list[int]:
@@ -189,37 +193,11 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
-def _run_steps(
-    measure: Callable[..., Iterator[step_bench.StepRecord]], out: Path, *, cells: int, resume: bool
-) -> list[step_bench.StepRecord]:
-    """Measure, keep each record as it comes, and print the table. An interrupted cell leaves no record."""
-    done: list[step_bench.StepRecord] = []
-    console = Console()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        bar, before = progress.add_task("", total=cells), itertools.count()
-
-        def tell(cell: str) -> None:
-            progress.update(bar, description=cell, completed=next(before))
-
-        for record in measure(session=Session(rows_in(out) if resume else (), tell)):
-            append_records(out, [record])
-            done.append(record)
-            outcome = record.error or f"{record.step_ms:,.0f} ms"
-            console.print(f"{record.model} {record.method} at {tokens_of(record)}: {outcome}", soft_wrap=True)
-    if not done:
-        console.print(f"All {cells} cells are in {out}: nothing was measured.", soft_wrap=True)
-        return done
-    console.print(step_table(done))
-    console.print(f"Records appended to {out}", soft_wrap=True)
-    return done
-
-
 @bench.command("memory")
 def bench_memory(
     model: Annotated[str, typer.Option(help="A preset: a published shape, with random weights.")] = "qwen3-8b",
     seq: Annotated[str, typer.Option(help="Sequence lengths, separated by commas.")] = "65536,131072,262144",
-    methods: Annotated[str, typer.Option(help=f"Some of {', '.join(step_bench.METHODS)}.")] = "streamgrad,liger-offload",
+    methods: Annotated[str, typer.Option(help=f"Some of {', '.join(METHODS)}.")] = "streamgrad,liger-offload",
     training: Annotated[str, typer.Option(help="full, or lora of rank 32.")] = "full",
     offload: Annotated[str, typer.Option(help="streamgrad's layer inputs: host, or none for the device.")] = "host",
     layers: Annotated[int | None, typer.Option(min=1, help="Build only so many layers.", show_default="all")] = None,
@@ -234,17 +212,20 @@ def bench_memory(
 
     `python -m streamgrad bench memory --model qwen3-14b --training lora --offload none --seq 8000,16000 --methods hf,streamgrad`
     """
+    from streamgrad.bench.lengths import measure_memory, slope_bytes
+    from streamgrad.cli.cells import run_steps
+
     command = f"python -m streamgrad bench memory --model {model} --seq {seq} --methods {methods}"
     command += ("" if training == "full" else f" --training {training}") + ("" if offload == "host" else f" --offload {offload}")
     command += "" if layers is None else f" --layers {layers}"
     lengths, chosen = _numbers(seq), methods.split(",")
     measure = partial(
-        lengths_bench.measure_memory, model=model, lengths=lengths, methods=chosen, layers=layers, training=training,
+        measure_memory, model=model, lengths=lengths, methods=chosen, layers=layers, training=training,
         offload=offload, command=command,
     )  # fmt: skip
-    done = _run_steps(measure, out, cells=len(chosen) * len(lengths), resume=resume)
+    done = run_steps(measure, out, cells=len(chosen) * len(lengths), resume=resume)
     for method in dict.fromkeys(record.method for record in done):
-        slope = lengths_bench.slope_bytes([record for record in done if record.method == method])
+        slope = slope_bytes([record for record in done if record.method == method])
         if slope is not None:
             Console().print(f"{method}: {slope / 1e3:.1f} KB of device memory a token")
 
@@ -266,10 +247,13 @@ def bench_partition(
 
     `python -m streamgrad bench partition --model qwen3-4b --seq 24000 --chunk-sizes 500,1000,2000,8000`
     """
+    from streamgrad.bench.lengths import measure_partitions
+    from streamgrad.cli.cells import run_steps
+
     command = f"python -m streamgrad bench partition --model {model} --seq {seq} --chunk-sizes {chunk_sizes} --runs {runs}"
     sizes = _numbers(chunk_sizes)
-    measure = partial(lengths_bench.measure_partitions, model=model, length=seq, chunk_sizes=sizes, runs=runs, command=command)
-    _run_steps(measure, out, cells=len(sizes), resume=resume)
+    measure = partial(measure_partitions, model=model, length=seq, chunk_sizes=sizes, runs=runs, command=command)
+    run_steps(measure, out, cells=len(sizes), resume=resume)
 
 
 @bench.command("max-length")
@@ -304,24 +288,27 @@ def bench_max_length(
 
     `python -m streamgrad bench max-length --model gemma-3-1b --objective grpo`
     """
+    from streamgrad.bench import lengths
+    from streamgrad.cli.cells import run_steps
+
     if seq is not None:
         model = model or "qwen3-8b"
         command = f"python -m streamgrad bench max-length --model {model} --seq {seq}"
-        measure = partial(lengths_bench.measure_longest, model=model, length=seq, command=command)
-        _run_steps(measure, out, cells=1, resume=resume)
+        measure = partial(lengths.measure_longest, model=model, length=seq, command=command)
+        run_steps(measure, out, cells=1, resume=resume)
         return
-    chosen = lengths_bench.cells(objective, model=model, card=card)
+    chosen = lengths.cells(objective, model=model, card=card)
     if layers is not None:
         chosen = [replace(cell, layers=layers) for cell in chosen]
-    gpu_memory = gpu_memory or lengths_bench.CARDS[card]
+    gpu_memory = gpu_memory or lengths.CARDS[card]
     command = f"python -m streamgrad bench max-length --objective {objective} --factor {factor} --offload {offload}"
     command += ("" if model is None else f" --model {model}") + ("" if card == "80GiB" else f" --card {card}")
     command += "" if layers is None else f" --layers {layers}"
     command += f" --gpu-memory {gpu_memory}"
     measure = partial(
-        lengths_bench.measure_cells, chosen, factor=factor, offload=offload, card_bytes=parse_bytes(gpu_memory), command=command
+        lengths.measure_cells, chosen, factor=factor, offload=offload, card_bytes=parse_bytes(gpu_memory), command=command
     )
-    _run_steps(measure, out, cells=len(chosen), resume=resume)
+    run_steps(measure, out, cells=len(chosen), resume=resume)
 
 
 @bench.command("predicted")
@@ -341,11 +328,14 @@ def bench_predicted(
 
     `python -m streamgrad bench predicted --model qwen3-4b --training lora --gpu-memory 16GiB`
     """
+    from streamgrad.bench.predicted import CONFIGURATIONS, Configuration
+    from streamgrad.cli.cells import run_steps
+
     if model is not None:
-        configuration = predicted_bench.Configuration(model, training, gpu_memory, offload)
-        _run_steps(configuration.measure, out, cells=2, resume=resume)
+        configuration = Configuration(model, training, gpu_memory, offload)
+        run_steps(configuration.measure, out, cells=2, resume=resume)
         return
-    for configuration in predicted_bench.CONFIGURATIONS:
+    for configuration in CONFIGURATIONS:
         # Each in a process of its own, so that none is measured beside what another has left.
         arguments = [*configuration.command.split()[1:], "--out", str(out), *(["--resume"] if resume else [])]
         status = subprocess.run([sys.executable, *arguments], check=False).returncode
@@ -357,7 +347,7 @@ def bench_predicted(
 def bench_precision(
     model: Annotated[str, typer.Option(help="A preset.")] = "qwen3-4b",
     device: Annotated[Device | None, typer.Option(help="Where to run.", show_default="cuda if there is one, else cpu")] = None,
-    out: Annotated[Path, typer.Option(help="The JSON lines file that the row is appended to.")] = precision_bench.RESULTS,
+    out: Annotated[Path, typer.Option(help="The JSON lines file that the row is appended to.")] = RESULTS / "precision.jsonl",
 ) -> None:
     """The paper's table of gradient precision: what `streamgrad check` finds, kept as a record.
 
@@ -365,11 +355,16 @@ def bench_precision(
 
     `python -m streamgrad bench precision --model qwen3-4b --device cpu`
     """
+    from streamgrad.bench.precision import precision_record
+    from streamgrad.bench.records import append_records
+    from streamgrad.check.precision import check_precision
+    from streamgrad.models.presets import config_of
+
     target = _device(device)
     console = Console()
     with console.status("Measuring ..."):
         outcome = check_precision(config_of(model), device=target)
-    append_records(out, [precision_bench.precision_record(model, outcome.to_dict(), target)])
+    append_records(out, [precision_record(model, outcome.to_dict(), target)])
     console.print(check_table(model, outcome))
     console.print(f"Record appended to {out}", soft_wrap=True)
 
@@ -385,11 +380,15 @@ def bench_report(
 
     `python -m streamgrad bench report`
     """
+    from streamgrad.bench.report import write_report
+
     for path in write_report(results, out):
         typer.echo(path)
 
 
 def _device(asked: Device | None) -> torch.device:
+    import torch
+
     has_cuda = torch.cuda.is_available()
     if asked == Device.cuda and not has_cuda:
         raise ValueError("--device cuda needs a GPU that torch can see, and it sees none. Pass --device cpu.")
