@@ -9,6 +9,7 @@ that matter for streamgrad are marked.
 from __future__ import annotations
 
 import argparse
+import os
 
 import torch
 from accelerate import Accelerator
@@ -32,6 +33,12 @@ def main() -> None:
     options = parser.parse_args()
 
     accelerator = Accelerator()
+    if accelerator.num_processes < int(os.environ.get("WORLD_SIZE", "1")):
+        raise SystemExit(
+            "Accelerate has found no GPUs and would train a copy in each process; on processors, set ACCELERATE_USE_CPU=true"
+        )
+    if GLOBAL_BATCH % accelerator.num_processes:
+        raise SystemExit(f"{accelerator.num_processes} processes cannot share a batch of {GLOBAL_BATCH} evenly.")
     accelerator.print(f"{accelerator.num_processes} processes, {accelerator.distributed_type.value}")
     model = AutoModelForCausalLM.from_pretrained(options.model)
     model.train()

@@ -185,7 +185,7 @@ def test_a_model_that_is_not_one(train, tmp_path):
     """A directory without a configuration, an encoder-decoder, and a configuration that names no class."""
     folder = tmp_path / "model"
     folder.mkdir()
-    flags = ["sft", "--model_name_or_path", folder, "--bf16", "false", "--output_dir", tmp_path / "out"]
+    flags = ["sft", "--model_name_or_path", folder, "--dataset_name", "none", "--bf16", "false", "--output_dir", tmp_path / "out"]
     assert "has no configuration that transformers can load" in str(train(*flags)[0])
     AutoConfig.for_model("t5").save_pretrained(folder)
     assert "a t5 model is not a causal language model: it is an encoder-decoder" in str(train(*flags)[0])

@@ -39,18 +39,17 @@ def enable(model: ModelT, config: StreamConfig | None = None, **options: Any) ->
     inner = unwrap(model)
     decoder = find_decoder(inner)
     current = InstalledForward.on(decoder)
-    if current is not None:
-        if current.stream.config != settings:
-            raise ValueError(
-                f"{type(inner).__name__} is already enabled with {current.stream.config}, which differs from {settings}. "
-                "Call streamgrad.disable(model) first."
-            )
-        return model
+    if current is not None and current.stream.config != settings:
+        raise ValueError(
+            f"{type(inner).__name__} is already enabled with {current.stream.config}, which differs from {settings}. "
+            "Call streamgrad.disable(model) first."
+        )
     head = inner.get_output_embeddings()
-    if head is not None and inner is not decoder:
+    if head is not None and inner is not decoder and InstalledForward.on(inner) is None:
         head_stream = HeadStream(settings, traced_logit_map(inner, decoder, head))
         InstalledForward(inner, causal_lm_forward, head_stream).install()
-    InstalledForward(decoder, decoder_forward, DecoderStream(settings)).install()
+    if current is None:
+        InstalledForward(decoder, decoder_forward, DecoderStream(settings)).install()
     return model
 
 

@@ -26,7 +26,8 @@ def parse_bytes(value: int | float | str) -> int:
         count = -1.0
     if not 0 < count < float("inf") or isinstance(value, bool):
         raise ValueError(
-            f"{value!r} is not an amount of memory. Pass a number with a unit, such as '80GiB' or '79.5 GB', or bytes as an int."
+            f"{value!r} is not an amount of memory. Pass a number above 0 with a unit, such as '80GiB' or '79.5GB'; in Python, "
+            "an int counts bytes."
         )
     return int(count)
 
@@ -46,7 +47,7 @@ class StreamConfig:
     Args:
         chunk_size (`int` or `"auto"`, defaults to `"auto"`):
             Tokens of one sequence that a decoder layer processes at a time. Memory of a layer's wide tensors (queries,
-            MLP) grows with it; the number of kernel launches falls with it. `"auto"`: 8,192 or 16,384 tokens of a batch, less
+            MLP) grows with it; the number of kernel launches falls with it. `"auto"`: up to 16,384 tokens of a batch, less
             where the budget asks for it.
         head_chunk_size (`int` or `"auto"`, defaults to `"auto"`):
             Tokens whose logits exist at a time in the language-modelling head; `"auto"` goes by the memory that is free.

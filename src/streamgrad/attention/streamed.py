@@ -20,7 +20,7 @@ from torch import Tensor
 from streamgrad.attention.backends import Block, choose, run_or_replace
 from streamgrad.attention.masks import CausalMask, DenseMask
 from streamgrad.core.chunk import Attended, Chunk, KeyValueStream, SeamError, with_dense_rows
-from streamgrad.core.first_order import first_order_only
+from streamgrad.core.functions import first_order_only
 from streamgrad.core.moments import KEYS_AT_ONCE
 from streamgrad.core.sums import as_sum
 

@@ -34,8 +34,9 @@ def plan(
     host_memory: Annotated[str, typer.Option(help="Of the machine that all GPUs are in.")] = "256GiB",
     method: Annotated[str, _one_of(estimates.METHODS, "What is trained")] = "full",
     lora_rank: Annotated[
-        int, typer.Option(min=1, max=1 << 16, help="With --method lora: adapters on every linear map of the layers.")
-    ] = 32,
+        int | None,
+        typer.Option(min=1, max=1 << 16, help="With --method lora: of adapters on every linear map.", show_default="32"),
+    ] = None,
     objective: Annotated[str, _one_of(estimates.OBJECTIVES, "The loss")] = "sft",
     optimizer: Annotated[str, _one_of(estimates.OPTIMIZERS, "Whose state is on the GPU")] = "adamw",
     engine: Annotated[str, _one_of(ENGINES, "What holds weights and gradients")] = "none",
@@ -102,12 +103,7 @@ def plan(
 def plan_table(report: estimates.Report) -> Table:
     """A row per component that is there, then totals, time and the longest sequence."""
     streamed, plain = report.streamed, report.checkpointing
-    many = f", {report.gpus} GPUs with {report.engine}" if report.gpus > 1 else ""
-    table = Table(
-        title=f"{report.model}, {report.method}, {report.objective}, {report.optimizer}{many}: "
-        f"{report.batch} x {report.seq_len:,} tokens, at the worst moment",
-        title_justify="left",
-    )
+    table = Table(title=f"{report.title}, at the worst moment", title_justify="left")
     table.add_column("")
     columns = (streamed.device_bytes, streamed.host_bytes, plain.device_bytes)
     for name in ("streamgrad, GPU", "streamgrad, host", "checkpointing, GPU"):
@@ -130,9 +126,13 @@ def _what_would_fit(report: estimates.Report) -> str:
     if longest:
         return f"This does not fit. Up to {longest:,} tokens would, as --max shows."
     fixed = sum(parts.get(name, 0.0) for name in ("weights", "optimizer state"))
+    ways = ["a smaller --lora-rank" if "lora" in report.method else "--method lora"]
+    ways += ["--optimizer adamw8bit"] if report.optimizer == "adamw" else []
+    ways += ["a smaller --batch"] if report.batch > 1 else []
+    ways += ["--engine zero3 with several --gpus" if report.gpus == 1 else "more --gpus", "a larger GPU"]
     return (
-        f"No length fits: weights and optimizer state alone take {_gib(fixed)} on each GPU. Try --method lora, --optimizer "
-        "adamw8bit, --engine zero3 with several --gpus, or a smaller --batch."
+        f"No length fits: weights and optimizer state alone take {_gib(fixed)} on each GPU. "
+        f"Try {', '.join(ways[:-1])} or {ways[-1]}."
     )
 
 

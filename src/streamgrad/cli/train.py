@@ -68,6 +68,8 @@ def run(objective: str, arguments: Sequence[str], console: Console) -> None:
     command = Command.parse(objective, arguments, without_model=defaults)
     console.quiet = command.training.process_index != 0
     embedded: dict[str, Any] = {}
+    if command.model.model_name_or_path is not None and not command.has_dataset:
+        raise ValueError("a model is given and no dataset to train it on. Pass --dataset_name, or leave both out to try it.")
     if command.model.model_name_or_path is None:
         # Beside the result and not in a temporary place: an adapter trained on it refers to it.
         start = Path(command.training.output_dir) / "start"

@@ -8,19 +8,26 @@ input only, so what it reads through the module is checked here.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 _REMEDY = "Call backward before changing the model, or call streamgrad.disable(model) for such a step."
 
 
+# What decides which parameters an adapter of PEFT's uses, and how. A new adapter changes no value, so that only these tell.
+_SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+
+
 class Expectation:
-    """What was true of a layer's parameters, and what each of its chunks gave, when it ran forward."""
+    """What was true of a layer, and what each of its chunks gave, when it ran forward."""
 
     def __init__(self, layer: nn.Module, parameters: Sequence[Tensor]) -> None:
         self.layer, self.parameters = layer, parameters
-        self._versions = [parameter._version for parameter in layer.parameters()]
+        self._versions = {id(parameter): parameter._version for parameter in layer.parameters()}
+        self._state = _state_of(layer)
         self._last_rows: list[Tensor] = []
         self._rows_again: dict[int, Tensor] = {}
 
@@ -28,9 +35,19 @@ class Expectation:
         """Remember the last token of a chunk's output: nearly everything a layer reads has a part in it."""
         self._last_rows.append(out_BLE[:, -1].detach().clone())
 
-    def check_parameters(self) -> None:
-        versions = [parameter._version for parameter in self.layer.parameters()]
-        if versions != self._versions:
+    def forward_is_done(self) -> None:
+        """What forward itself has changed is no sign: PEFT's adapters of experts take the parameter apart and put it back."""
+        now = {id(parameter): parameter._version for parameter in self.layer.parameters()}
+        self._versions = {key: version for key, version in self._versions.items() if now.get(key) == version}
+
+    def check_unchanged(self) -> None:
+        now = {id(parameter): parameter._version for parameter in self.layer.parameters()}
+        if not self._versions.keys() <= now.keys():
+            raise RuntimeError(
+                f"parameters of {type(self.layer).__name__} were replaced between forward and backward (by "
+                "load_state_dict(assign=True), functional_call or assignment), so gradients would be wrong. " + _REMEDY
+            )
+        if any(now[key] != version for key, version in self._versions.items()):
             raise RuntimeError(
                 f"a parameter of {type(self.layer).__name__} was modified in place between forward and backward, so gradients "
                 f"would be wrong. {_REMEDY}"
@@ -41,24 +58,11 @@ class Expectation:
                 f"a parameter of {type(self.layer).__name__} that was frozen in forward is trainable in backward (an adapter was "
                 f"switched, or a layer unfrozen), so gradients would be wrong. {_REMEDY}"
             )
-
-    def check_leaves(self, out_BLE: Tensor, leaves: Sequence[Tensor]) -> None:
-        """A trainable tensor that is not the layer's own, say from a hook, would get its gradient around autograd."""
-        allowed = {id(leaf) for leaf in leaves}
-        nodes, seen = [out_BLE.grad_fn], set()
-        while nodes:
-            node = nodes.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            variable = getattr(node, "variable", None)
-            if isinstance(variable, Tensor) and id(variable) not in allowed:
-                raise RuntimeError(
-                    f"{type(self.layer).__name__} reads a trainable tensor of shape {tuple(variable.shape)} that is not among "
-                    "its parameters (from a hook, or shared from outside the layer), and a streamed layer cannot return its "
-                    "gradient. Register it as a parameter of the layer, or call streamgrad.disable(model)."
-                )
-            nodes += [following for following, _ in node.next_functions]
+        if _state_of(self.layer) != self._state:
+            raise RuntimeError(
+                f"{type(self.layer).__name__} was changed between forward and backward (an adapter was switched or scaled, "
+                f"train/eval mode of a dropout, or a hook), so gradients would be wrong. {_REMEDY}"
+            )
 
     def note_again(self, index: int, out_BLE: Tensor) -> None:
         """The same of the re-run of chunk `index`."""
@@ -87,3 +91,51 @@ class Expectation:
                 f"{deviation:.1e}): an adapter, a hook, train/eval mode, weights or a random state of its own changed since "
                 f"forward, so gradients would be wrong. {_REMEDY}"
             )
+
+
+def _state_of(layer: nn.Module) -> list[Any]:
+    """Of each module, what a program may switch without a parameter or, at first, a value changing."""
+    state: list[Any] = []
+    for module in layer.modules():
+        own = module.__dict__
+        state.append((tuple(own["_forward_pre_hooks"]), tuple(own["_forward_hooks"])))
+        if isinstance(module, _DropoutNd) and module.p > 0.0:
+            state.append(module.training)
+        state += [(name, _copied(own[name])) for name in _SWITCHES if name in own]
+    return state
+
+
+def _copied(value: Any) -> Any:
+    """Of a switch: it may be changed in place."""
+    if isinstance(value, dict):
+        return {key: each for key, each in value.items() if isinstance(each, int | float)}
+    return tuple(value) if isinstance(value, list) else value if isinstance(value, int | float | str) else None
+
+
+def check_leaves(out: Tensor, leaves: Sequence[Tensor], module: nn.Module) -> None:
+    """A trainable tensor that is not the module's own, say from a hook, would get its gradient around autograd."""
+    allowed = {id(leaf) for leaf in leaves}
+    nodes, seen = [out.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor) and id(variable) not in allowed:
+            raise RuntimeError(
+                f"{type(module).__name__} reads a trainable tensor of shape {tuple(variable.shape)} that is not among "
+                "its parameters (from a hook, or shared from outside of it), and a streamed module cannot return its "
+                "gradient. Register it as a parameter of the module, or call streamgrad.disable(model)."
+            )
+        nodes += [following for following, _ in node.next_functions]
+
+
+def gradient_of_input(leaf: Tensor, module: nn.Module) -> Tensor:
+    """What a chunk's backward has left; where there is none, other layers would get gradients of zero in place of none."""
+    if leaf.grad is None:
+        raise RuntimeError(
+            f"{type(module).__name__} gives its input no gradient (it detaches it, or runs under no_grad), and a streamed module "
+            "cannot pass that on. Freeze what comes before it, or call streamgrad.disable(model)."
+        )
+    return leaf.grad

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from streamgrad.core.first_order import first_order_only
+from streamgrad.core.functions import first_order_only
 
 
 class Exchange:

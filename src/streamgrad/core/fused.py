@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamgrad.core.first_order import first_order_only
+from streamgrad.core.functions import first_order_only, own
 from streamgrad.core.sums import accumulator_dtype
 from streamgrad.core.triton_kernels import kernels_for
 
@@ -74,7 +74,7 @@ class _RmsNorm(torch.autograd.Function):
         out_NE, inverse_N1 = _code_for(x).norm_forward(_rows(x), weight_E.detach(), norm.eps, norm.weight_offset)
         ctx.norm = norm
         ctx.save_for_backward(x, weight_E, inverse_N1)
-        return out_NE.view(x.shape)
+        return own(out_NE, x.shape)
 
     @staticmethod
     @first_order_only
@@ -130,7 +130,7 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str, consumed: bool) -> Tensor:
         ctx.activation, ctx.consumed = activation, consumed
         ctx.save_for_backward(gate, up)
-        return _code_for(gate).gated_forward(_rows(gate), _rows(up), activation).view(gate.shape)
+        return own(_code_for(gate).gated_forward(_rows(gate), _rows(up), activation), gate.shape)
 
     @staticmethod
     @first_order_only

@@ -16,6 +16,7 @@ Shapes: B batch, T sequence, L chunk, E model width.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamgrad.core.checks import Expectation
+from streamgrad.core.checks import Expectation, check_leaves, gradient_of_input
 from streamgrad.core.chunk import Chunk, KeyValueStream, SeamError, StopAtKeys, spans
 from streamgrad.core.exchange import ALONE, Exchange
-from streamgrad.core.first_order import first_order_only
+from streamgrad.core.functions import first_order_only
 from streamgrad.core.kept import Kept, KeptOnDevice, KeptOnHost, Reader
 from streamgrad.core.moments import LayerPolicy
 from streamgrad.core.replay import Autocast, RandomTape
@@ -100,6 +101,7 @@ class _StreamedLayer(torch.autograd.Function):
         ctx.h_shape, ctx.h_dtype = h_BTE.shape, h_BTE.dtype
         out_BTE, stream = _forward(call, h_BTE, ctx.tape, ctx.expectation, ctx.kept)
         ctx.autocast.forget_casts()
+        ctx.expectation.forward_is_done()
         ctx.kept.finish(ctx, stream.tensors)
         return out_BTE
 
@@ -108,7 +110,7 @@ class _StreamedLayer(torch.autograd.Function):
     def backward(ctx: Any, dout_BTE: Tensor) -> tuple[Tensor | None, ...]:
         call: StreamedCall = ctx.call
         expectation: Expectation = ctx.expectation
-        expectation.check_parameters()
+        expectation.check_unchanged()
         chunks, reader = list(enumerate(spans(ctx.h_shape[1], call.chunk_size))), ctx.kept.reader(ctx)
         shadows = Shadows(ctx.parameters, summed=len(chunks) > 1)
         dh_BTE: Tensor | None = None
@@ -124,16 +126,16 @@ class _StreamedLayer(torch.autograd.Function):
                 chunk.release()
                 expectation.note_again(index, out_BLE)
                 if index == len(chunks) - 1:
-                    expectation.check_leaves(out_BLE, [h_BLE, *shadows.tensors])
+                    check_leaves(out_BLE, [h_BLE, *shadows.tensors], call.layer)
                 if out_BLE.requires_grad:  # not where a layer's only trainable parameter is one it does not use
                     torch.autograd.backward(out_BLE, dout_BTE[:, start:stop])
                 if ctx.needs_input_grad[1]:
-                    assert h_BLE.grad is not None
+                    dh_BLE = gradient_of_input(h_BLE, call.layer)
                     if len(chunks) == 1:
-                        dh_BTE = h_BLE.grad
+                        dh_BTE = dh_BLE
                     else:
                         dh_BTE = h_BLE.new_empty(ctx.h_shape) if dh_BTE is None else dh_BTE
-                        dh_BTE[:, start:stop] = h_BLE.grad
+                        dh_BTE[:, start:stop] = dh_BLE
         expectation.check_outcome_later(in_16_bits=ctx.autocast.enabled or ctx.h_dtype.itemsize == 2)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.kept.release()  # a program may hold on to its last loss, and with it to this node
@@ -155,7 +157,8 @@ def _forward(
         with tape.recording(index):
             out_BLE = call.run(h_BTE[:, start:stop], chunk)
         chunk.check_finished()
-        if [buffer._version for buffer in buffers] != versions:
+        replaced = index == 0 and not all(map(operator.is_, call.layer.buffers(), buffers))
+        if replaced or [buffer._version for buffer in buffers] != versions:
             raise SeamError("its layers change a buffer in forward, which would happen once a chunk and again in backward")
         if expectation is not None:
             expectation.note(out_BLE)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from streamgrad.core.first_order import first_order_only
+from streamgrad.core.functions import first_order_only, own
 from streamgrad.core.replay import as_autocast
 from streamgrad.core.sums import accumulator_dtype, add_product_, zeros_for_sum
 
@@ -34,13 +34,13 @@ class Shadow(Tensor):
     """A parameter's stand-in; as the weight of `torch.nn.functional.linear` it sums its gradient in the product."""
 
     linear_total: Tensor | None
-    autocast_copy: Tensor | None
+    autocast_copies: dict[torch.dtype, Tensor]  # by what the product is in
 
     @classmethod
     def of(cls, parameter: Tensor) -> Shadow:
         shadow = parameter.detach().as_subclass(cls)
         shadow.requires_grad_()
-        shadow.linear_total = shadow.autocast_copy = None
+        shadow.linear_total, shadow.autocast_copies = None, {}
         sum_dtype = accumulator_dtype(parameter.dtype)
         if sum_dtype is not parameter.dtype:
             shadow.grad_dtype = sum_dtype  # what other operations give is summed by autograd
@@ -55,9 +55,11 @@ class Shadow(Tensor):
 
     def for_product(self) -> Tensor:
         """The values as a product sees them under autocast, cast once and not once a chunk."""
-        if self.autocast_copy is None:
-            self.autocast_copy = as_autocast(self.detach())
-        return self.autocast_copy
+        device_type = self.device.type
+        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else self.dtype
+        if dtype not in self.autocast_copies:
+            self.autocast_copies[dtype] = as_autocast(self.detach())
+        return self.autocast_copies[dtype]
 
     def take_gradient(self) -> Tensor | None:
         """The sum, which the shadow (that a chunk's graph may still hold) lets go; None where no chunk reached the parameter."""
@@ -136,7 +138,7 @@ class _SummingLinear(torch.autograd.Function):
     def forward(ctx: Any, shadow: Shadow, hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
         ctx.shadow = shadow
         ctx.save_for_backward(hidden, weight_OI)
-        return F.linear(hidden, weight_OI, bias_O)
+        return own(F.linear(hidden, weight_OI, bias_O))
 
     @staticmethod
     @first_order_only

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamgrad.core.first_order import first_order_only
+from streamgrad.core.checks import check_leaves, gradient_of_input
+from streamgrad.core.functions import first_order_only
 from streamgrad.core.shadows import Shadows, trainable_parameters
 from streamgrad.core.sums import accumulator_dtype
 from streamgrad.head.logits import LogitMap
@@ -29,7 +30,7 @@ def summed_module_cross_entropy(
     parameters = trainable_parameters(module)
     if not torch.is_grad_enabled() or not (hidden_NE.requires_grad or parameters):
         with torch.no_grad():
-            return _total(run, hidden_NE, rows, logit_map), rows.count
+            return _total(module, run, hidden_NE, rows, logit_map), rows.count
     return _ModuleCrossEntropy.apply(module, run, rows, logit_map, hidden_NE, *parameters), rows.count
 
 
@@ -47,7 +48,11 @@ class _ModuleCrossEntropy(torch.autograd.Function):
         shadows = Shadows(parameters, summed=True)
         dhidden_NE = torch.zeros_like(hidden_NE) if ctx.needs_input_grad[4] else None
         with shadows.installed_in(module):
-            total = _total(run, hidden_NE, rows, logit_map, dhidden_NE, differentiate=True)
+
+            def check(chunk_total: Tensor, leaf_NE: Tensor) -> None:
+                check_leaves(chunk_total, [leaf_NE, *shadows.tensors], module)
+
+            total = _total(module, run, hidden_NE, rows, logit_map, dhidden_NE, check)
         # fp32 sums are kept unscaled; casting them before they are scaled would round twice.
         ctx.parameter_dtypes = [parameter.dtype for parameter in parameters]
         ctx.save_for_backward(dhidden_NE, *shadows.take_sums())
@@ -65,27 +70,28 @@ class _ModuleCrossEntropy(torch.autograd.Function):
 
 
 def _total(
+    module: nn.Module,
     run: Callable[[Tensor], Tensor],
     hidden_NE: Tensor,
     rows: TargetRows,
     logit_map: LogitMap,
     dhidden_NE: Tensor | None = None,
-    *,
-    differentiate: bool = False,
+    check: Callable[[Tensor, Tensor], None] | None = None,
 ) -> Tensor:
-    """The summed loss; with `differentiate`, its gradients are added to the leaves `run` reads and put into `dhidden_NE`."""
+    """The summed loss; with a `check` of each chunk's, its gradients are added to the leaves that `run` reads and put into
+    `dhidden_NE`."""
     total = torch.zeros((), dtype=accumulator_dtype(hidden_NE.dtype), device=hidden_NE.device)
     for places, targets_N in rows.chunks():
         leaf_NE = hidden_NE[places].detach().requires_grad_(dhidden_NE is not None)
-        with torch.set_grad_enabled(differentiate):
+        with torch.set_grad_enabled(check is not None):
             # Heads are written for (batch, tokens, width).
             z_NV = run(leaf_NE.unsqueeze(0)).squeeze(0)
             z_NV = logit_map(z_NV.to(accumulator_dtype(z_NV.dtype)))
             chunk_total = torch.nn.functional.cross_entropy(z_NV, targets_N, reduction="sum")
-        if differentiate:
+        if check is not None and chunk_total.requires_grad:
+            check(chunk_total, leaf_NE)
             chunk_total.backward()
         if dhidden_NE is not None:
-            assert leaf_NE.grad is not None
-            dhidden_NE[places] = leaf_NE.grad
+            dhidden_NE[places] = gradient_of_input(leaf_NE, module)
         total = total + chunk_total.detach()
     return total

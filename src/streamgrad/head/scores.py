@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamgrad.core.first_order import first_order_only
+from streamgrad.core.functions import first_order_only
 from streamgrad.core.replay import as_autocast
 from streamgrad.core.sums import accumulator_dtype
 from streamgrad.head.logits import HeadGradients, LinearHead, LogitMap

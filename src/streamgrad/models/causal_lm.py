@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as _module
 from torch.utils._pytree import register_pytree_node
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -167,6 +168,7 @@ def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream,
     if not _has_stock_loss(model):
         return stock(*args, **kwargs)
 
+    _refuse_backward_hooks(model.get_output_embeddings())
     job = _HeadJob(model.get_output_embeddings(), stream, arguments)
     with ExitStack() as restore:
         restore.enter_context(temporary_attribute(job.head, "forward", job.head_forward))
@@ -230,6 +232,16 @@ class _HeadJob:
         # Not by its weight where it can be helped: ZeRO-3 gathers what is read outside of its module's call, for the whole step.
         size = getattr(self.head, "out_features", None)
         return self.head.weight.shape[0] if size is None else size
+
+
+def _refuse_backward_hooks(head: nn.Module) -> None:
+    hooks = head._backward_hooks or head._backward_pre_hooks
+    if hooks or _module._global_backward_hooks or _module._global_backward_pre_hooks:
+        raise ValueError(
+            f"a backward hook on {'the language-modelling head' if hooks else 'all modules'} cannot be called: the streamed head "
+            "is differentiated in forward, chunk by chunk, and has no gradient of all logits. Remove the hook, or call "
+            "streamgrad.disable(model)."
+        )
 
 
 def _has_stock_loss(model: Any) -> bool:

@@ -30,7 +30,7 @@ from streamgrad.models.forwards import named_arguments, own_forward, temporary_a
 from streamgrad.models.fusion import Fusion
 from streamgrad.models.masks import layer_mask, with_documents
 from streamgrad.models.planning import HeadCosts, Planner
-from streamgrad.models.support import decoder_layers, layer_refusals, modules_of
+from streamgrad.models.support import attention_configs, decoder_layers, foreign_attention, layer_refusals, modules_of
 
 # By the id of the mask a layer was given, which is held as well: no other can come to stand at its address.
 _Masks = dict[int, tuple[object, CausalMask | DenseMask]]
@@ -44,7 +44,7 @@ class DecoderStream:
     backends: list[Backend] = field(init=False)
     planner: Planner = field(init=False)
     host_store: HostStore = field(default_factory=HostStore)
-    head: HeadCosts | None = None  # of the call that is under way, where the head is streamed too
+    head: Callable[[int], HeadCosts] | None = None  # by tokens, in the call that is under way, where the head is streamed too
     group: SequenceGroup | None = None  # whose ranks share every sequence
 
     def __post_init__(self) -> None:
@@ -118,7 +118,10 @@ def _streamed_layers(decoder: Any, stream: DecoderStream, sequences: WholeSequen
     call = _DecoderCall(decoder, layers, stream, sequences)
     with ExitStack() as restore:
         rest = modules_of(decoder, but_for=layers)
-        restore.enter_context(streamed_attention_in(_attention_configs(rest)))
+        configs = attention_configs(rest)
+        for reason in foreign_attention(configs, layers[0]):
+            raise SeamError(reason)
+        restore.enter_context(streamed_attention_in(configs))
         restore.enter_context(Fusion(rest, mode=stream.config.compile).installed())
         forwards = [(layer, "forward", call.streamed_forward(index)) for index, layer in enumerate(layers)]
         # A streamed layer already recomputes itself; checkpointing around it would run it a third time.
@@ -126,12 +129,6 @@ def _streamed_layers(decoder: Any, stream: DecoderStream, sequences: WholeSequen
         restore.enter_context(temporary_attributes(forwards))
         restore.enter_context(temporary_attributes((layer, "gradient_checkpointing", False) for layer in checkpointed))
         yield
-
-
-def _attention_configs(modules: list[nn.Module]) -> list[Any]:
-    """The configurations that say which attention is used: most often one and the same; replicated layers may hold copies."""
-    configs = {id(config): config for module in modules if (config := module.__dict__.get("config")) is not None}
-    return [config for config in configs.values() if hasattr(config, "_attn_implementation_internal")]
 
 
 class _DecoderCall:
@@ -152,7 +149,7 @@ class _DecoderCall:
             modules = modules_of(layer)
             for reason in layer_refusals(modules):
                 raise SeamError(reason)
-            configs, fusion = _attention_configs(modules), Fusion(modules, mode=self.stream.config.compile)
+            configs, fusion = attention_configs(modules), Fusion(modules, mode=self.stream.config.compile)
             h_BTE, arguments = LayerArguments.bind(forward, args, kwargs)
 
             def run(h_BLE: Tensor, chunk: Chunk) -> Tensor:

@@ -275,21 +275,25 @@ def _nobody_watches(module: nn.Module) -> bool:
 
 def _activation_of(module: nn.Module) -> str | None:
     """Its name in `streamgrad.core.fused.ACTIVATIONS`; None for another one, and for one that hooks watch."""
-    activation = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
-    if not isinstance(activation, nn.Module) or "forward" in activation.__dict__:
+    activation: Any = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
+    kind = type(activation)
+    if kind.__dict__.get("forward") is not _ACTIVATION_FORWARDS.get(kind, nn.Module) or "forward" in activation.__dict__:
         return None
     hooks = (activation._forward_hooks, activation._forward_pre_hooks, activation._backward_hooks, activation._backward_pre_hooks)
-    if any(hooks):
+    if any(hooks) or _module._has_any_global_hook():
         return None
-    if type(activation) is nn.GELU:
+    if kind is nn.GELU:
         return "gelu" if activation.approximate == "none" else "gelu_tanh"
-    return _ACTIVATION_NAMES.get(type(activation))
+    return _ACTIVATION_NAMES[kind]
 
 
 _ACTIVATION_NAMES: dict[type, str] = {
     nn.SiLU: "silu",
+    nn.GELU: "gelu",  # or gelu_tanh
     activations.SiLUActivation: "silu",
     activations.GELUActivation: "gelu",
     activations.GELUTanh: "gelu_tanh",
     activations.NewGELUActivation: "gelu_tanh",
 }
+# A program may put its own in their place.
+_ACTIVATION_FORWARDS = {kind: kind.__dict__["forward"] for kind in _ACTIVATION_NAMES}

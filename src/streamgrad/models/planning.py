@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ class Planner:
         run: Callable[..., Tensor],
         mask: object,
         backends: list,
-        head: HeadCosts | None,
+        head: Callable[[int], HeadCosts] | None,
         store: HostStore,
         exchange: Exchange,
     ) -> Plan:
@@ -81,23 +81,27 @@ class Planner:
         # Ranks that share a sequence exchange as often as they run attention: all must choose the same plan.
         resident, *missing = exchange.most(resident, -budget, -host)
         budget, host = (-number for number in missing)
-        if head is None:
-            head = HeadCosts(2 * h_BTE.nbytes + UNKNOWN_HEAD_SHARE * budget, 0.0, h_BTE.nbytes)
-        step = Step(
-            costs=costs,
-            layers=len(layers),
-            shape=Shape(batch, sequence),
-            resident_bytes=resident,
-            layer_gradient_bytes=sum(p.nbytes for p in layers[0].parameters() if p.requires_grad and p.grad is None),
-            head_bytes=head.bytes,
-            head_gradient_bytes=head.gradient_bytes,
-            embedding_bytes=head.embedding_bytes,
-            leaf_bytes=h_BTE.nbytes if h_BTE.is_leaf and h_BTE.requires_grad else 0.0,
-        )
+
+        def step_of(sequence: int) -> Step:
+            hidden = h_BTE.nbytes / h_BTE.shape[1] * sequence
+            unknown = HeadCosts(2 * hidden + UNKNOWN_HEAD_SHARE * budget, 0.0, hidden)
+            ends = unknown if head is None else head(batch * sequence)
+            return Step(
+                costs=costs,
+                layers=len(layers),
+                shape=Shape(batch, sequence),
+                resident_bytes=resident,
+                layer_gradient_bytes=sum(p.nbytes for p in layers[0].parameters() if p.requires_grad and p.grad is None),
+                head_bytes=ends.bytes,
+                head_gradient_bytes=ends.gradient_bytes,
+                embedding_bytes=ends.embedding_bytes,
+                leaf_bytes=hidden if h_BTE.is_leaf and h_BTE.requires_grad else 0.0,
+            )
+
         offload = config.offload if on_cuda else "none"
-        plan, fits = self._choice(step, budget, host, offload, exchange.chunk_size)
+        plan, fits = self._choice(step_of(sequence), budget, host, offload, exchange.chunk_size)
         if not fits:
-            self._refuse(step, plan, budget, host, offload, exchange.chunk_size)
+            self._refuse(step_of, sequence, plan, budget, host, offload, exchange.chunk_size)
         if self.latest is None or plan.policies != self.latest.policies:
             logger.debug("streamgrad: %d x %d tokens within %.1f GiB: %s", batch, sequence, budget / 2**30, plan)
         if on_cuda and not segments_grow() and self._shape_with_segments != h_BTE.shape:
@@ -127,30 +131,36 @@ class Planner:
             self._costs[key] = LayerCosts(*exchange.most(*astuple(measured)))
         return self._costs[key]
 
-    def _refuse(self, step: Step, plan: Plan, budget: float, host: float, offload: str, dealt: int | None) -> None:
+    def _refuse(
+        self,
+        step_of: Callable[[int], Step],
+        sequence: int,
+        plan: Plan,
+        budget: float,
+        host: float,
+        offload: str,
+        dealt: int | None,
+    ) -> None:
         """Before the step starts, where the user has named the limit; else the device has the last word."""
+        shape = step_of(sequence).shape
         if plan.host_bytes > host:
             raise ValueError(
-                f"offload='host' needs {readable(plan.host_bytes)} of host memory for {step.shape}, and "
+                f"offload='host' needs {readable(plan.host_bytes)} of host memory for {shape}, and "
                 f"{readable(host)} are available to this process. Pass offload='auto', keep='input', or a shorter sequence."
             )
         if self.config.budget_bytes is None or plan.peak_bytes <= budget:
             return
-        longest = self._longest(step, budget, host, offload, dealt)
+        # By bisection, to a percent or so.
+        longest, too_long = 0, sequence
+        while too_long - longest > max(1, too_long // 128):
+            middle = (longest + too_long) // 2
+            _, fits = self._choice(step_of(middle), budget, host, offload, dealt)
+            longest, too_long = (middle, too_long) if fits else (longest, middle)
         raise ValueError(
-            f"memory_budget={self.config.memory_budget!r} cannot hold {step.shape}: about "
+            f"memory_budget={self.config.memory_budget!r} cannot hold {shape}: about "
             f"{readable(plan.peak_bytes)} are needed ({plan}). "
             + (f"About {longest} tokens a sequence would fit." if longest else "Not even a short sequence would fit.")
         )
-
-    def _longest(self, step: Step, budget: float, host: float, offload: str, dealt: int | None) -> int:
-        """By bisection, to a percent or so; with the head of the whole sequence, which is on the safe side."""
-        low, high = 0, step.shape.sequence
-        while high - low > max(1, step.shape.sequence // 128):
-            middle = (low + high) // 2
-            _, fits = self._choice(replace(step, shape=replace(step.shape, sequence=middle)), budget, host, offload, dealt)
-            low, high = (middle, high) if fits else (low, middle)
-        return low
 
     def _choice(self, step: Step, budget: float, host: float, offload: str, dealt: int | None) -> tuple[Plan, bool]:
         """`dealt` is the size of chunks where ranks share a sequence: their tokens lie in the order of these."""
@@ -189,7 +199,7 @@ def _bytes_of(decoder: Any) -> float:
 
 @contextmanager
 def head_known_to_decoder(model: Any, head: nn.Module, *, tokens: int, config: StreamConfig) -> Iterator[None]:
-    """Within the block, the plan of the model's decoder knows what `head`, streamed over `tokens` tokens, will hold."""
+    """Within the block, the plan of the model's decoder knows what `head`, streamed over `tokens` tokens or fewer, will hold."""
     decoder = model.get_decoder()
     installed = InstalledForward.on(decoder)
     if installed is None:
@@ -206,13 +216,14 @@ def head_known_to_decoder(model: Any, head: nn.Module, *, tokens: int, config: S
     }
     width = getattr(head, "in_features", embedding.shape[-1])
     dense = embedding.nbytes if embedding.requires_grad else 0
-    at_embeddings = embedding_parts(tokens, width * embedding.element_size(), width_sum_bytes=4 * width, dense_bytes=dense)
-    costs = HeadCosts(
-        bytes=_head_bytes(head, tokens, config.head_chunk_size),
-        # Where it is also the embeddings', autograd holds the head's gradient until theirs is there, whatever was there before.
-        gradient_bytes=sum(outside.values()) + (dense if tied else 0),
-        embedding_bytes=sum(at_embeddings.values()),
-    )
+    # Where it is also the embeddings', autograd holds the head's gradient until theirs is there, whatever was there before.
+    gradient_bytes = sum(outside.values()) + (dense if tied else 0)
+
+    def costs(hidden: int) -> HeadCosts:
+        """Of as many hidden states; there are no more targets than those."""
+        at = embedding_parts(hidden, width * embedding.element_size(), width_sum_bytes=4 * width, dense_bytes=dense)
+        return HeadCosts(_head_bytes(head, min(tokens, hidden), config.head_chunk_size), gradient_bytes, sum(at.values()))
+
     with temporary_attribute(installed.stream, "head", costs):
         yield
 

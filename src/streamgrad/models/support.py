@@ -12,7 +12,10 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from streamgrad.models.arguments import CACHE_NAMES, cache_argument
 from streamgrad.models.forwards import own_forward
@@ -88,6 +91,8 @@ def layer_refusals(modules: list[nn.Module]) -> Iterator[str]:
         variants = own.get("lora_variant")
         if isinstance(variants, dict) and any("ALora" in getattr(v, "__name__", str(v)) for v in variants.values()):
             yield f"{_place(layer, module)} is an activated LoRA (aLoRA), whose offsets count from the end of the whole sequence"
+        if parametrize._cache_enabled and "parametrizations" in module._modules:
+            yield f"{_place(layer, module)} is parametrized, and what parametrize.cached() keeps has no graph; leave cached() out"
         if module is not layer and "ds_id" in own:
             yield (
                 f"ZeRO-3 gathers the parameters of {type(layer).__name__} module by module; so that a layer is gathered as a "
@@ -107,11 +112,42 @@ def _class_refusal(kind: type) -> str | None:
         return f"{{place}} is a {kind.__name__}, which mixes tokens outside of attention"
     if any(base.__name__ == "LilyLayer" for base in kind.__mro__):
         return "{place} is a Lily adapter, whose router averages over all tokens"
+    if any(base.__name__ == "CheckpointWrapper" for base in kind.__mro__):
+        return "CheckpointWrapper is around its layers or inside them; leave it out, as streamed layers are run again anyway"
     if issubclass(kind, FullyShardedDataParallel):
         return "its layers are wrapped by FullyShardedDataParallel, which gathers at every call; use FSDP2 (fully_shard)"
     if issubclass(kind, FSDPModule):
         return "fully_shard was applied to modules inside {layer}; apply it to {layer} as a whole"
     return None
+
+
+def attention_configs(modules: list[nn.Module]) -> list[Any]:
+    """The configurations that say which attention is used: most often one and the same; replicated layers may hold copies."""
+    configs = {id(config): config for module in modules if (config := module.__dict__.get("config")) is not None}
+    return [config for config in configs.values() if hasattr(config, "_attn_implementation_internal")]
+
+
+def foreign_attention(configs: list[Any], layer: nn.Module) -> Iterator[str]:
+    """Why attention is not transformers' own, which the streamed one equals, or that of the model's own file."""
+    for name in {config._attn_implementation_internal for config in configs} - {None}:
+        functions = [interface.get(name) for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)]
+        files = {"transformers", "streamgrad"}
+        if name == "eager":
+            calls = [type(module).forward for module in modules_of(layer)]
+            calls = [forward for forward in calls if "eager_attention_forward" in getattr(forward, "__globals__", ())]
+            functions += [forward.__globals__["eager_attention_forward"] for forward in calls]
+            files |= {forward.__module__.partition(".")[0] for forward in calls}
+        for function in functions:
+            origin = getattr(_unwrapped(function), "__module__", None)
+            if function is not None and (origin or "").partition(".")[0] not in files:
+                yield (
+                    f"its attention, {name!r}, has a function of {origin} in place of transformers' own, which is all that is "
+                    "streamed; put that back, with model.set_attn_implementation('sdpa') where the name is your own"
+                )
+
+
+def _unwrapped(function: Any) -> Any:
+    return _unwrapped(function.func) if isinstance(function, functools.partial) else function
 
 
 def follows_length(module: nn.Module) -> bool:
@@ -143,6 +179,10 @@ def _refusals(decoder: Any, layers: list[nn.Module], config: Any) -> Iterator[st
         yield from layer_refusals(modules_of(layer))
     if not isinstance(decoder, PreTrainedModel) or not getattr(decoder, "_supports_attention_backend", False):
         yield "its attention does not go through transformers' AttentionInterface"
+    yield from foreign_attention(attention_configs(modules_of(decoder, but_for=layers)), layers[0])
+    heads, key_heads = (getattr(config, f"num_{name}_heads", None) for name in ("attention", "key_value"))
+    if isinstance(heads, int) and isinstance(key_heads, int) and (key_heads < 1 or heads % key_heads):
+        yield f"its {heads} query heads cannot share {key_heads} key/value heads evenly"
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
         yield "its configuration asks for bidirectional attention"
     if getattr(config, "output_router_logits", False):

@@ -42,9 +42,7 @@ def draw(report: Report, path: Path) -> None:
     axes.set_xlim(-0.5, len(bars) - 0.1)
     axes.set_ylim(0.0, 1.08 * max(tallest, report.gpu_memory / 2**30))
     axes.set_ylabel("GiB at the worst moment")
-    axes.set_title(
-        f"{report.model}, {report.method}, {report.objective}: {report.batch} x {report.seq_len:,} tokens", fontsize=10
-    )
+    axes.set_title(report.title.replace(": ", ":\n"), fontsize=10)
     handles, labels = axes.get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
     ordered = [name for name in reversed(COMPONENTS) if name in unique]

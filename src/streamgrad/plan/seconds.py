@@ -1,8 +1,8 @@
-"""How long a step takes: FLOPs over rates, and nothing else.
+"""How long a step takes: FLOPs over rates or, where chunks are small, what a program takes to launch their kernels.
 
-Elementwise kernels, copies to and from the host (which hide behind computation at long sequences), launches and communication
-between ranks are not counted, so a real step is longer: in benchmarks/results, after warming up, by 5 to 15 per cent from 36,000
-tokens on, and by 40 at 6,000.
+Elementwise kernels, copies to and from the host (which hide behind computation at long sequences) and communication between ranks
+are not counted, so a real step is longer: in benchmarks/results, after warming up and with chunks of 4,096 tokens and more, by 5
+to 15 per cent from 36,000 tokens on, and by 40 at 6,000.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from streamgrad.core.moments import LayerPolicy
 from streamgrad.models.shape import LayerProfile
 from streamgrad.plan.moments import Workload
+
+# Of one chunk of one layer, forward and backward: the least that was seen (docs/performance.md).
+_CHUNK_LAUNCHES = 5.4e-3
 
 
 @dataclass(frozen=True)
@@ -37,14 +40,21 @@ class Seconds:
     layers: float  # all other matrix products of the layers
     head: float
     reference: float = 0.0  # a frozen model's pass over the same tokens
+    launches: float = 0.0  # of the layers' kernels, while others run
 
     @property
     def total(self) -> float:
-        return self.attention + self.layers + self.head + self.reference
+        return max(self.attention + self.layers + self.head + self.reference, self.launches)
 
 
 def streamed_seconds(
-    load: Workload, policies: Sequence[LayerPolicy], rates: Rates, *, head_products: int, reference: bool
+    load: Workload,
+    policies: Sequence[LayerPolicy],
+    chunk_sizes: Sequence[int],
+    rates: Rates,
+    *,
+    head_products: int,
+    reference: bool,
 ) -> Seconds:
     """Of a streamed step: layers run forward again unless all is kept, attention only where it is not kept."""
     profile, again, attention_again = load.shape.profile, 0.0, 0
@@ -53,7 +63,8 @@ def streamed_seconds(
             # Keys of the whole sequence come first, where they are not kept.
             again += count * (profile.forward_flops + (profile.projection_flops if keep == "input" else 0.0))
         attention_again += count if keep == "input" else 0
-    return _seconds(load, profile, again, attention_again / load.shape.layers, rates, head_products, reference)
+    seconds = _seconds(load, profile, again, attention_again / load.shape.layers, rates, head_products, reference)
+    return replace(seconds, launches=_CHUNK_LAUNCHES * sum(math.ceil(load.sequence / size) for size in chunk_sizes))
 
 
 def checkpointing_seconds(load: Workload, rates: Rates, *, head_products: int, reference: bool) -> Seconds:

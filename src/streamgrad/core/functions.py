@@ -1,4 +1,7 @@
-"""Derivatives of derivatives are refused: a gradient computed in chunks has no graph of its own."""
+"""What autograd functions share.
+
+Derivatives of derivatives are refused, as a gradient computed in chunks has no graph of its own. Outputs belong to the caller.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -26,3 +30,10 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
         return backward(ctx, *gradients)
 
     return checked
+
+
+def own(tensor: Tensor, shape: torch.Size | None = None) -> Tensor:
+    """An output in the shape that it should have, and no view: autograd lets nobody change a view from inside of a function."""
+    if shape is None and not tensor._is_view():
+        return tensor
+    return torch.ops.aten._unsafe_view(tensor, tensor.shape if shape is None else shape)
