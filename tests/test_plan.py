@@ -26,6 +26,7 @@ from streamgrad.models.dry_run import meta_model, model_shape, profile_layer
 from streamgrad.models.forwards import InstalledForward
 from streamgrad.models.presets import preset_config, with_layers
 from streamgrad.models.shape import ModelShape
+from streamgrad.plan.estimate import FILLED, FILLED_BESIDE_HOST
 from streamgrad.plan.moments import Workload, checkpointing_moments, host_parts, streamed_moments
 from streamgrad.plan.seconds import Rates, streamed_seconds
 from tiny import FAMILIES, tiny_config, tiny_model, tokens
@@ -333,6 +334,10 @@ def test_a_configuration_a_directory_and_a_model_will_do(tmp_path):
         ({"gpu_memory": "80 apples"}, "gpu_memory: '80 apples' is not an amount of memory"),
         ({"seq_len": None, "batch": 1 << 30}, "nothing fits 80GiB, not even batch=1073741824 of 128 tokens"),
         ({"seq_len": 0}, "seq_len=0"),
+        ({"seq_len": 1000.5}, "seq_len=1000.5 will not do.*whole number"),
+        ({"seq_len": "100"}, "seq_len='100' will not do.*whole number"),
+        ({"batch": True}, "batch=True will not do.*whole number"),
+        ({"lora_rank": 8}, "lora_rank=8 is for method='lora'"),
         ({"seq_len": None, "gpu_memory": "20GiB"}, "nothing fits 20GiB.* alone take 22.5 GiB.*method='lora'"),
     ],
 )
@@ -340,6 +345,29 @@ def test_errors_name_the_value(options, words):
     arguments = {"model": "qwen3-4b", "seq_len": 1000} | options
     with pytest.raises(ValueError, match=words):
         streamgrad.estimate(**arguments)
+
+
+def test_small_chunks_take_as_long_as_their_launches():
+    """A card that holds only small ones: time is what their launches take, and not what their products do."""
+    crowded = streamgrad.estimate("gemma-3-1b", method="lora", gpu_memory="4GiB", optimizer="none").streamed
+    parts = crowded.seconds
+    chunks = sum(-(-crowded.longest_tokens // size) for size in crowded.plan.chunk_sizes)
+    assert parts.total == parts.launches == pytest.approx(5.4e-3 * chunks) > parts.attention + parts.layers + parts.head
+    roomy = streamgrad.estimate("qwen3-8b", 65_536, optimizer="none", gpu_memory="140GiB").streamed.seconds
+    assert roomy.total == roomy.attention + roomy.layers + roomy.head > roomy.launches > 0
+
+
+def test_less_of_a_gpu_is_filled_beside_host_memory():
+    for offload, share in (("none", FILLED), ("host", FILLED_BESIDE_HOST)):
+        longest = streamgrad.estimate("gemma-3-1b", gpu_memory="8GiB", offload=offload, keep="input", optimizer="none").streamed
+        assert share - 0.01 < longest.peak_bytes / (8 * 2**30) <= share and longest.fits
+
+
+def test_heads_that_cannot_be_shared_are_refused():
+    """By `plan`, `check` and `enable` alike: transformers builds such a model, and its attention fails."""
+    config = tiny_config("qwen3", num_attention_heads=3, num_key_value_heads=2)
+    with pytest.raises(ValueError, match="its 3 query heads cannot share 2 key/value heads evenly"):
+        streamgrad.estimate(config, 100)
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])

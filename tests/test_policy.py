@@ -306,6 +306,11 @@ def test_a_budget_that_cannot_hold_a_step_says_what_would_fit(chunk_size):
         model(input_ids=ids, labels=ids)
     longest = int(re.search(r"About (\d+) tokens", str(error.value))[1])
     model(input_ids=ids[:, :longest], labels=ids[:, :longest]).loss.backward()
+    model.zero_grad(set_to_none=True)  # which would leave less room
+    longer = tokens(1, 8 * LENGTH)
+    with pytest.raises(ValueError, match="would fit") as error:
+        model(input_ids=longer, labels=longer)
+    assert int(re.search(r"About (\d+) tokens", str(error.value))[1]) == pytest.approx(longest, rel=0.05)
 
 
 def test_measuring_a_layer_leaves_no_trace():

@@ -144,6 +144,7 @@ def test_help_is_that_of_trl(train):
         (["sft", "--model_name_or_path", "./nomodel", "--bf16", "false"], "model='./nomodel': there is no such directory"),
         (["sft", "--model_name_or_path", "./nomodel"], "model='./nomodel': there is no such directory"),
         (["sft", "--model_name_or_path", "qwen3-8b"], "'qwen3-8b' is a preset, a shape without weights"),
+        (["sft", "--model_name_or_path", "Qwen/Qwen3-8B", "--bf16", "false"], "no dataset to train it on"),
         (["sft", "--dataset_name", "./nodata"], "dataset './nodata': there is no such directory"),
         (["dpo", "--bf16", "false", "--loss_type", "sigmoidal", "--max_steps", "1"], "Unknown loss type: sigmoidal"),
         (["ppo"], None),

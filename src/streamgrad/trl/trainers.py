@@ -28,8 +28,8 @@ class _Streamed:
         if getattr(arguments, "activation_offloading", False):
             raise ValueError(
                 "activation_offloading=True moves every tensor that autograd keeps to the host, also those that a streamed layer "
-                'makes and drops within its own backward. Leave it False; stream=StreamConfig(offload="host") (--offload host) moves '
-                "what is kept."
+                "makes and drops within its own backward. Leave it False; what is kept is moved by "
+                'stream=StreamConfig(offload="host"), or by --offload host.'
             )
         with streamed_head_in(self.stock, stream):
             super().__init__(*args, **kwargs)
