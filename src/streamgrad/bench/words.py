@@ -22,6 +22,8 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def origin(records: Iterable[Record]) -> str:
     """Hardware, versions and commands of what a table shows."""
     rows = list(records)
+    if not rows:
+        return not_run("there is no record of it")
     devices = dict.fromkeys(
         f"{row['device']} ({', '.join(f'{name} {version}' for name, version in row['versions'].items() if name != 'streamgrad')})"
         for row in rows

@@ -10,7 +10,7 @@ _WORTH_NAMING = 0.01
 _REMEDIES = {
     "parameters": "shard them over GPUs (ZeRO-3, FSDP2), or load them in fewer bits and train adapters",
     "gradients": "train adapters (LoRA), or shard them over GPUs (ZeRO-2, ZeRO-3, FSDP2)",
-    "kept inputs": "offload='host' moves them to host memory (on a GPU), and keep='input' keeps the least",
+    "kept inputs": "offload='host' moves them to host memory (on a GPU); they are the least that a layer can keep",
     "keys and values": "they are there for one layer at a time and grow with the sequence; keep='input' keeps none of them",
     "activations": "a smaller chunk_size; they shrink with the chunk",
     "logits": "a smaller head_chunk_size; they shrink with it",
@@ -36,10 +36,10 @@ def advice(timeline: Timeline, *, streamed: bool) -> list[str]:
     lines = [f"Peak: {as_bytes(peak)} in {timeline.phase(index)} ({moment}): {shares}."]
     remedies = _REMEDIES if streamed else _REMEDIES | _WITHOUT_STREAMING
     rest = timeline
-    for begin in ("To lower", "Then"):
+    for begin, end in (("To lower", "none at all"), ("Then", "neither")):
         name = rest.largest_part(rest.peak_index)
         rest = rest.without(name)
-        lines.append(f"{begin} {name}: {remedies[name]}. With none at all, the peak would be {as_bytes(rest.peak_bytes)}.")
+        lines.append(f"{begin} {name}: {remedies[name]}. With {end}, the peak would be {as_bytes(rest.peak_bytes)}.")
     return lines
 
 

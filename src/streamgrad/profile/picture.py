@@ -17,6 +17,7 @@ COLORS = dict(zip(CATEGORIES, ("#5b6470", "#a8b0ba", "#0072b2", "#009e73", "#e69
 
 AXES = {"operations": "torch operations", "ms": "time (ms)"}
 
+_LAST_MOMENT = 1.01
 # More points than a screen has pixels show nothing more.
 _POINTS = 1600
 
@@ -31,12 +32,14 @@ def draw(timelines: Mapping[str, Timeline], title: str, path: Path) -> None:
     unit, scale = next((name, size) for name, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3), ("B", 1)) if highest >= size)
     for axes, (name, timeline) in zip(panels, timelines.items(), strict=True):
         shown = timeline.thinned(_POINTS)
-        areas = [[value / scale for value in shown.parts[category]] for category in CATEGORIES]
+        # The last moment has no width of its own, and may be the highest.
+        times = [*shown.times, shown.times[-1] * _LAST_MOMENT]
+        areas = [[value / scale for value in (*shown.parts[category], shown.parts[category][-1])] for category in CATEGORIES]
         colors = [COLORS[category] for category in CATEGORIES]
-        axes.stackplot(shown.times, areas, colors=colors, labels=CATEGORIES, step="post", linewidth=0)
+        axes.stackplot(times, areas, colors=colors, labels=CATEGORIES, step="post", linewidth=0)
         _mark(axes, shown, scale, highest)
         axes.set(title=f"{name}: peak {as_bytes(timeline.peak_bytes)}", xlabel=AXES[timeline.unit])
-        axes.set_xlim(0, shown.times[-1])
+        axes.set_xlim(0, times[-1])
         axes.set_ylim(0, 1.12 * highest / scale)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.25)
