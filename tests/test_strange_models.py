@@ -185,6 +185,18 @@ def test_what_changes_no_value_yet_is_seen(change):
         loss.backward()
 
 
+def test_adapters_that_were_off_in_between():
+    """As for the reference's pass in DPO."""
+
+    def forward(model, batch):
+        loss = model(**batch).loss
+        with torch.no_grad(), model.disable_adapter():
+            model(**batch)
+        return loss
+
+    assert_exact(lambda: with_lora(tiny_model("llama")), forward)
+
+
 def test_adapters_by_row_are_refused_in_backward():
     """PEFT chooses them by hooks that are there in forward alone."""
     model = two_new_adapters().eval()

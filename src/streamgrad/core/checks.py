@@ -106,10 +106,12 @@ def _state_of(layer: nn.Module) -> list[Any]:
 
 
 def _copied(value: Any) -> Any:
-    """Of a switch: it may be changed in place."""
+    """Of a switch: it may be changed in place. One name is as good as a list of one: PEFT makes the one of the other."""
     if isinstance(value, dict):
         return {key: each for key, each in value.items() if isinstance(each, int | float)}
-    return tuple(value) if isinstance(value, list) else value if isinstance(value, int | float | str) else None
+    if isinstance(value, list | str):
+        return (value,) if isinstance(value, str) else tuple(value)
+    return value if isinstance(value, int | float) else None
 
 
 def check_leaves(out: Tensor, leaves: Sequence[Tensor], module: nn.Module) -> None:

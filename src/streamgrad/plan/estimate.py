@@ -79,7 +79,8 @@ class Report:
     def title(self) -> str:
         """What is planned, in words."""
         many = f", {self.gpus} GPUs with {self.engine}" if self.gpus > 1 else ""
-        how = f"{self.model}, {self.method}, {self.objective}, {self.optimizer}{many}"
+        optimizer = "no optimizer" if self.optimizer == "none" else self.optimizer
+        how = f"{self.model}, {self.method}, {self.objective}, {optimizer}{many}"
         return f"{how}: {self.batch} x {self.seq_len:,} tokens"
 
     def to_dict(self) -> dict[str, Any]:
