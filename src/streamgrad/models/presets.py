@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import textwrap
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def stored_config(model: str | os.PathLike, **options: Any) -> PretrainedConfig:
 
 def short_reason(error: Exception) -> str:
     """What it says, in one line that is not too long."""
-    return " ".join(str(error).split())[:_LONGEST_REASON] or type(error).__name__
+    return textwrap.shorten(str(error), _LONGEST_REASON, placeholder=" ...") or type(error).__name__
 
 
 def check_causal(config: PretrainedConfig) -> None:

@@ -131,7 +131,7 @@ def foreign_attention(configs: list[Any], layer: nn.Module) -> Iterator[str]:
     """Why attention is not transformers' own, which the streamed one equals, or that of the model's own file."""
     for name in {config._attn_implementation_internal for config in configs} - {None}:
         functions = [interface.get(name) for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)]
-        files = {"transformers", "streamgrad"}
+        files = {"transformers", "streamgrad", "deepspeed"}  # whose Ulysses is known (`dealing`)
         if name == "eager":
             calls = [type(module).forward for module in modules_of(layer)]
             calls = [forward for forward in calls if "eager_attention_forward" in getattr(forward, "__globals__", ())]
