@@ -236,6 +236,21 @@ def test_a_buffer_that_forward_replaces_is_refused():
         model(**batches.plain(model))
 
 
+def test_a_weight_that_forward_changes_is_refused():
+    """It would change once a chunk, and again in backward."""
+    model = tiny_model("llama")
+
+    def decay(module, args):
+        with torch.no_grad():
+            module.weight.mul_(0.9999)
+
+    for layer in model.model.layers:
+        layer.mlp.up_proj.register_forward_pre_hook(decay)
+    streamgrad.enable(model, **CHUNKED)
+    with pytest.raises(RuntimeError, match="modified in place"):
+        model(**batches.plain(model)).loss.backward()
+
+
 def with_global_hook(model, batch):
     kind = type(model.model.layers[0].mlp.act_fn)
     hook = nn.modules.module.register_module_forward_hook(lambda m, args, out: 1.5 * out if isinstance(m, kind) else None)

@@ -7,6 +7,7 @@ input only, so what it reads through the module is checked here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ class Expectation:
 
     def __init__(self, layer: nn.Module, parameters: Sequence[Tensor]) -> None:
         self.layer, self.parameters = layer, parameters
-        self._versions = {id(parameter): parameter._version for parameter in layer.parameters()}
+        self._versions = _versions_of(layer)
         self._state = _state_of(layer)
         self._last_rows: list[Tensor] = []
         self._rows_again: dict[int, Tensor] = {}
@@ -35,19 +36,14 @@ class Expectation:
         """Remember the last token of a chunk's output: nearly everything a layer reads has a part in it."""
         self._last_rows.append(out_BLE[:, -1].detach().clone())
 
-    def forward_is_done(self) -> None:
-        """What forward itself has changed is no sign: PEFT's adapters of experts take the parameter apart and put it back."""
-        now = {id(parameter): parameter._version for parameter in self.layer.parameters()}
-        self._versions = {key: version for key, version in self._versions.items() if now.get(key) == version}
-
     def check_unchanged(self) -> None:
-        now = {id(parameter): parameter._version for parameter in self.layer.parameters()}
-        if not self._versions.keys() <= now.keys():
+        now = _versions_of(self.layer)
+        if now.keys() != self._versions.keys():
             raise RuntimeError(
                 f"parameters of {type(self.layer).__name__} were replaced between forward and backward (by "
                 "load_state_dict(assign=True), functional_call or assignment), so gradients would be wrong. " + _REMEDY
             )
-        if any(now[key] != version for key, version in self._versions.items()):
+        if now != self._versions:
             raise RuntimeError(
                 f"a parameter of {type(self.layer).__name__} was modified in place between forward and backward, so gradients "
                 f"would be wrong. {_REMEDY}"
@@ -91,6 +87,18 @@ class Expectation:
                 f"{deviation:.1e}): an adapter, a hook, train/eval mode, weights or a random state of its own changed since "
                 f"forward, so gradients would be wrong. {_REMEDY}"
             )
+
+
+def _versions_of(layer: nn.Module) -> dict[int, int | None]:
+    """By parameter; None for those whose version tells nothing, as PEFT's adapters of experts set and restore them in forward."""
+    restored = {id(module.get_param()) for module in layer.modules() if _is_param_wrapper(type(module))}  # type: ignore[operator]
+    return {id(each): None if id(each) in restored else each._version for each in layer.parameters()}
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_param_wrapper(kind: type) -> bool:
+    """By its name in PEFT."""
+    return any(base.__name__ == "ParamWrapper" for base in kind.__mro__)
 
 
 def _state_of(layer: nn.Module) -> list[Any]:

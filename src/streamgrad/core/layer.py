@@ -101,7 +101,6 @@ class _StreamedLayer(torch.autograd.Function):
         ctx.h_shape, ctx.h_dtype = h_BTE.shape, h_BTE.dtype
         out_BTE, stream = _forward(call, h_BTE, ctx.tape, ctx.expectation, ctx.kept)
         ctx.autocast.forget_casts()
-        ctx.expectation.forward_is_done()
         ctx.kept.finish(ctx, stream.tensors)
         return out_BTE
 
