@@ -17,7 +17,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 _REMEDY = "Call backward before changing the model, or call streamgrad.disable(model) for such a step."
 
-
 # What decides which parameters an adapter of PEFT's uses, and how. A new adapter changes no value, so that only these tell.
 _SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 
@@ -91,7 +90,8 @@ class Expectation:
 
 def _versions_of(layer: nn.Module) -> dict[int, int | None]:
     """By parameter; None for those whose version tells nothing, as PEFT's adapters of experts set and restore them in forward."""
-    restored = {id(module.get_param()) for module in layer.modules() if _is_param_wrapper(type(module))}  # type: ignore[operator]
+    modules: list[Any] = list(layer.modules())
+    restored = {id(module.get_param()) for module in modules if _is_param_wrapper(type(module))}
     return {id(each): None if id(each) in restored else each._version for each in layer.parameters()}
 
 
