@@ -91,7 +91,7 @@ class Expectation:
 def _versions_of(layer: nn.Module) -> dict[int, int | None]:
     """By parameter; None for those whose version tells nothing, as PEFT's adapters of experts set and restore them in forward."""
     modules: list[Any] = list(layer.modules())
-    restored = {id(module.get_param()) for module in modules if _is_param_wrapper(type(module))}
+    restored = {id(module.get_param()) for module in modules if _is_param_wrapper(type(module))}  # type: ignore[arg-type]
     return {id(each): None if id(each) in restored else each._version for each in layer.parameters()}
 
 
