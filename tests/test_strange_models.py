@@ -205,6 +205,17 @@ def test_adapters_by_row_are_refused_in_backward():
         loss.backward()
 
 
+@pytest.mark.parametrize("place", ["model.layers.0", "model.layers.0.mlp"])
+def test_hooks_that_only_look_may_be_gone_in_backward(place):
+    def forward(model, batch):
+        hook = model.get_submodule(place).register_forward_hook(lambda *_: None)
+        loss = model(**batch).loss
+        hook.remove()
+        return loss
+
+    assert_exact(lambda: tiny_model("llama"), forward)
+
+
 def test_frozen_weights_of_another_model_are_seen():
     model = with_lora(tiny_model("llama"))
     for module in model.modules():  # so that versions are alike

@@ -56,7 +56,7 @@ class Expectation:
         if _state_of(self.layer) != self._state:
             raise RuntimeError(
                 f"{type(self.layer).__name__} was changed between forward and backward (an adapter was switched or scaled, "
-                f"train/eval mode of a dropout, or a hook), so gradients would be wrong. {_REMEDY}"
+                f"train/eval mode of a dropout, or a hook on an adapter), so gradients would be wrong. {_REMEDY}"
             )
 
     def note_again(self, index: int, out_BLE: Tensor) -> None:
@@ -106,7 +106,10 @@ def _state_of(layer: nn.Module) -> list[Any]:
     state: list[Any] = []
     for module in layer.modules():
         own = module.__dict__
-        state.append((tuple(own["_forward_pre_hooks"]), tuple(own["_forward_hooks"])))
+        if (
+            "_active_adapter" in own
+        ):  # PEFT chooses adapters by row by such hooks; other modules' may come and go if they only look
+            state.append((tuple(own["_forward_pre_hooks"]), tuple(own["_forward_hooks"])))
         if isinstance(module, _DropoutNd) and module.p > 0.0:
             state.append(module.training)
         state += [(name, _copied(own[name])) for name in _SWITCHES if name in own]
