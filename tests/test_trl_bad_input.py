@@ -133,3 +133,11 @@ def test_a_pair_of_equal_sides(tmp_path):
     assert metrics["rewards/margins"] == pytest.approx(0, abs=1e-6)
     assert max(gradient.abs().max() for gradient in step.gradients.values()) < 1e-5
     assert first_step(dpo(tmp_path, dataset=same, kind=DPOTrainer))[0].loss.item() == pytest.approx(step.loss.item())
+
+
+def test_backward_hooks_on_the_head_are_refused(tmp_path):
+    """Scores are differentiated without logits: the hook would not be called."""
+    network = model()
+    network.lm_head.register_full_backward_hook(lambda module, given, taken: (0.5 * given[0],))
+    with pytest.raises(ValueError, match="a backward hook on the language-modelling head cannot be called"):
+        first_step(sft(tmp_path, network=network))

@@ -168,7 +168,7 @@ def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream,
     if not _has_stock_loss(model):
         return stock(*args, **kwargs)
 
-    _refuse_backward_hooks(model.get_output_embeddings())
+    refuse_backward_hooks(model.get_output_embeddings())
     job = _HeadJob(model.get_output_embeddings(), stream, arguments)
     with ExitStack() as restore:
         restore.enter_context(temporary_attribute(job.head, "forward", job.head_forward))
@@ -234,7 +234,8 @@ class _HeadJob:
         return self.head.weight.shape[0] if size is None else size
 
 
-def _refuse_backward_hooks(head: nn.Module) -> None:
+def refuse_backward_hooks(head: nn.Module) -> None:
+    """Of a head that is streamed while gradients are computed."""
     hooks = head._backward_hooks or head._backward_pre_hooks
     if hooks or _module._global_backward_hooks or _module._global_backward_pre_hooks:
         raise ValueError(

@@ -24,7 +24,7 @@ from streamgrad.config import StreamConfig
 from streamgrad.distributed import make_zero3_leaves
 from streamgrad.head.logits import LogitMap
 from streamgrad.head.scores import token_scores
-from streamgrad.models.causal_lm import HeadStream, check_labels
+from streamgrad.models.causal_lm import HeadStream, check_labels, refuse_backward_hooks
 from streamgrad.models.forwards import InstalledForward, named_arguments, temporary_attribute
 from streamgrad.models.planning import head_known_to_decoder
 
@@ -81,6 +81,8 @@ class ScoringForward:
         model: Any = self.model
         given = named_arguments(model.base_model.forward, args, kwargs)
         check_labels(model, given | {"labels": labels, "shift_labels": shift_labels})
+        if torch.is_grad_enabled():
+            refuse_backward_hooks(model.get_output_embeddings())
         with head_known_to_decoder(model, _linear_head(model), tokens=targets_BT.numel(), config=self.scoring.config):
             hidden_BTE = model.base_model(*args, **kwargs | {"use_cache": False}).last_hidden_state
         scores = {name: score[:, :length] for name, score in self._scores(hidden_BTE, targets_BT).items()}
