@@ -10,7 +10,6 @@ import copy
 import gc
 import importlib
 import itertools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +33,7 @@ from streamgrad.bench.peers import (
 from streamgrad.bench.records import EVERYTHING, Session, device_name, median_ms, rows_in, versions
 from streamgrad.config import StreamConfig
 from streamgrad.core.live import peak_bytes_of
+from streamgrad.core.machine import allocator_settings
 from streamgrad.core.moments import KEYS_AT_ONCE
 from streamgrad.models.forwards import InstalledForward
 from streamgrad.models.presets import preset_config, preset_model
@@ -123,7 +123,7 @@ def measure_steps(
         "layers": layers or preset.num_hidden_layers, "device": device_name(device),
         "versions": versions("transformers", "liger-kernel", "triton", "deepspeed"), "command": command,
         "accumulates": accumulates,
-        "allocator": os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")),
+        "allocator": allocator_settings(),
     }  # fmt: skip
     for method in sorted(methods, key=_ORDER.index):
         streams = "streamgrad" in method

@@ -28,8 +28,12 @@ def segments_grow() -> bool:
 
     Else blocks are carved out of segments of fixed sizes, and what remains of one is often too small for the next tensor.
     """
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    return any("expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower() for name in names)
+    return "expandable_segments:true" in allocator_settings().replace(" ", "").lower()
+
+
+def allocator_settings() -> str:
+    """The environment variable that torch's allocator reads; the older name counts where the newer is not set."""
+    return os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
 
 
 def usable_share() -> float:

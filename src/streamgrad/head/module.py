@@ -6,7 +6,7 @@ differentiated at once into shadows of the module's parameters, and backward onl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,11 +48,7 @@ class _ModuleCrossEntropy(torch.autograd.Function):
         shadows = Shadows(parameters, summed=True)
         dhidden_NE = torch.zeros_like(hidden_NE) if ctx.needs_input_grad[4] else None
         with shadows.installed_in(module):
-
-            def check(chunk_total: Tensor, leaf_NE: Tensor) -> None:
-                check_leaves(chunk_total, [leaf_NE, *shadows.tensors], module)
-
-            total = _total(module, run, hidden_NE, rows, logit_map, dhidden_NE, check)
+            total = _total(module, run, hidden_NE, rows, logit_map, dhidden_NE, shadows.tensors)
         # fp32 sums are kept unscaled; casting them before they are scaled would round twice.
         ctx.parameter_dtypes = [parameter.dtype for parameter in parameters]
         ctx.save_for_backward(dhidden_NE, *shadows.take_sums())
@@ -76,20 +72,20 @@ def _total(
     rows: TargetRows,
     logit_map: LogitMap,
     dhidden_NE: Tensor | None = None,
-    check: Callable[[Tensor, Tensor], None] | None = None,
+    leaves: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """The summed loss; with a `check` of each chunk's, its gradients are added to the leaves that `run` reads and put into
+    """The summed loss; with `leaves`, which are all that `run` may read, its gradients are added to them and put into
     `dhidden_NE`."""
     total = torch.zeros((), dtype=accumulator_dtype(hidden_NE.dtype), device=hidden_NE.device)
     for places, targets_N in rows.chunks():
         leaf_NE = hidden_NE[places].detach().requires_grad_(dhidden_NE is not None)
-        with torch.set_grad_enabled(check is not None):
+        with torch.set_grad_enabled(leaves is not None):
             # Heads are written for (batch, tokens, width).
             z_NV = run(leaf_NE.unsqueeze(0)).squeeze(0)
             z_NV = logit_map(z_NV.to(accumulator_dtype(z_NV.dtype)))
             chunk_total = torch.nn.functional.cross_entropy(z_NV, targets_N, reduction="sum")
-        if check is not None and chunk_total.requires_grad:
-            check(chunk_total, leaf_NE)
+        if leaves is not None and chunk_total.requires_grad:
+            check_leaves(chunk_total, [leaf_NE, *leaves], module)
             chunk_total.backward()
         if dhidden_NE is not None:
             dhidden_NE[places] = gradient_of_input(leaf_NE, module)

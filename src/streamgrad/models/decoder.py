@@ -147,9 +147,9 @@ class _DecoderCall:
         def streamed(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
             # Not before the call: while a layer's modules are looked at, the device computes the one before.
             modules = modules_of(layer)
-            for reason in layer_refusals(modules):
-                raise SeamError(reason)
             configs, fusion = attention_configs(modules), Fusion(modules, mode=self.stream.config.compile)
+            for reason in (*layer_refusals(modules), *foreign_attention(configs, layer)):
+                raise SeamError(reason)
             h_BTE, arguments = LayerArguments.bind(forward, args, kwargs)
 
             def run(h_BLE: Tensor, chunk: Chunk) -> Tensor:

@@ -277,7 +277,9 @@ def _activation_of(module: nn.Module) -> str | None:
     """Its name in `streamgrad.core.fused.ACTIVATIONS`; None for another one, and for one that hooks watch."""
     activation: Any = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
     kind = type(activation)
-    if kind.__dict__.get("forward") is not _ACTIVATION_FORWARDS.get(kind, nn.Module) or "forward" in activation.__dict__:
+    if kind not in _ACTIVATION_NAMES or kind.__dict__["forward"] is not _ACTIVATION_FORWARDS[kind]:
+        return None
+    if "forward" in activation.__dict__:
         return None
     hooks = (activation._forward_hooks, activation._forward_pre_hooks, activation._backward_hooks, activation._backward_pre_hooks)
     if any(hooks) or _module._has_any_global_hook():
