@@ -106,9 +106,8 @@ def _state_of(layer: nn.Module) -> list[Any]:
     state: list[Any] = []
     for module in layer.modules():
         own = module.__dict__
-        if (
-            "_active_adapter" in own
-        ):  # PEFT chooses adapters by row by such hooks; other modules' may come and go if they only look
+        # By such hooks PEFT chooses adapters by row. Those of other modules may come and go if they only look on.
+        if "_active_adapter" in own:
             state.append((tuple(own["_forward_pre_hooks"]), tuple(own["_forward_hooks"])))
         if isinstance(module, _DropoutNd) and module.p > 0.0:
             state.append(module.training)

@@ -129,12 +129,12 @@ class _StreamedLayer(torch.autograd.Function):
                 if out_BLE.requires_grad:  # not where a layer's only trainable parameter is one it does not use
                     torch.autograd.backward(out_BLE, dout_BTE[:, start:stop])
                 if ctx.needs_input_grad[1]:
-                    dh_BLE = gradient_of_input(h_BLE, call.layer)
                     if len(chunks) == 1:
-                        dh_BTE = dh_BLE
+                        dh_BTE = gradient_of_input(h_BLE, call.layer)
                     else:
                         dh_BTE = h_BLE.new_empty(ctx.h_shape) if dh_BTE is None else dh_BTE
-                        dh_BTE[:, start:stop] = dh_BLE
+                        # Under no name, which would hold it while the next chunk runs.
+                        dh_BTE[:, start:stop] = gradient_of_input(h_BLE, call.layer)
         expectation.check_outcome_later(in_16_bits=ctx.autocast.enabled or ctx.h_dtype.itemsize == 2)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.kept.release()  # a program may hold on to its last loss, and with it to this node
