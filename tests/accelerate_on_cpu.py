@@ -13,6 +13,8 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
+from leaving import leave
+
 torch.set_num_threads(1)
 sharded = any(os.environ.get(f"ACCELERATE_USE_{engine}") == "true" for engine in ("FSDP", "DEEPSPEED"))
 
@@ -33,7 +35,9 @@ if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it is compiled, for a minute
 
 sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-if torch.distributed.is_initialized():
-    # A script may leave that to the end of the process, where gloo's threads, if one is still running, abort it.
-    torch.distributed.destroy_process_group()
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    if end.code:
+        raise
+leave()

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 import streamgrad
 from gradients import worst_gradient_error
+from leaving import leave
 from lora import with_lora
 from streamgrad.distributed import make_zero3_leaves, rank_bytes
 from tiny import tiny_model, tokens
@@ -349,7 +350,7 @@ def _worker(rank: int, world_size: int, folder: str, timeout_s: float, function:
     result = function(*args)
     torch.save(result, Path(folder) / f"{rank}.pt")
     dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 def prepare_deepspeed() -> None:
