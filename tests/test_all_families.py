@@ -121,28 +121,28 @@ SKIPPED = {
 }
 
 STREAMED = {
-    "afmoe", "apertus", "arcee", "aria_text", "bitnet", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "ctrl", "cwm",
-    "dbrx", "dots1", "emu3", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "flint", "fuyu", "gemma",
-    "gemma2", "gemma3", "gemma3_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "got_ocr2", "gpt-sw3", "gpt2",
-    "gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "helium",
-    "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "kolibri1", "laguna", "llama", "mellum",
-    "mimo_v2_flash", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "moshi", "moss_transcribe_diarize",
-    "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2",
-    "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma",
+    "afmoe", "apertus", "arcee", "aria_text", "axk1", "bitnet", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text",
+    "ctrl", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "dots1", "emu3", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe",
+    "flex_olmo", "flint", "fuyu", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe",
+    "glm4_moe_lite", "got_ocr2", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "granite_swa",
+    "granitemoe", "granitemoe_swa", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax",
+    "jais2", "jetmoe", "kolibri1", "laguna", "llama", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral",
+    "ministral3", "mistral", "mixtral", "moshi", "moss_transcribe_diarize", "nanochat", "nemotron", "olmo", "olmo2", "olmo3",
+    "olmoe", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
+    "smollm3", "solar_open", "starcoder2", "vaultgemma", "youtu",
 }  # fmt: skip
 
 REFUSED = {
-    "axk1", "axk2", "bailing_hybrid", "bamba", "bart", "beam", "bert", "bert-generation", "big_bird", "bigbird_pegasus",
-    "biogpt", "blenderbot", "blenderbot-small", "bloom", "blt", "camembert", "codegen", "cpmant", "data2vec-text", "deepseek_v2",
-    "deepseek_v3", "deepseek_v32", "deepseek_v4", "diffllama", "doge", "electra", "ernie", "falcon", "falcon_h1", "falcon_mamba",
-    "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "git", "glm4_moe_lite", "glm_moe_dsa", "gpt_neo",
-    "gpt_neox_japanese", "gptj", "granitemoehybrid", "hrm_text", "hy_v4", "inkling_text", "jamba", "jetmoe", "kimi_linear",
-    "lfm2", "lfm2_moe", "llama4", "llama4_text", "longcat_flash", "mamba", "mamba2", "marian", "mbart", "megatron-bert",
-    "minicpm3", "minimax", "minimax_m3_vl_text", "mllama", "modernbert-decoder", "mpt", "mvp", "nemotron_h", "olmo_hybrid",
-    "openai-gpt", "opt", "pegasus", "plbart", "prophetnet", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text",
-    "qwen3_next", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "reformer", "rembert", "roberta", "roberta-prelayernorm",
-    "roc_bert", "roformer", "rwkv", "stablelm", "trocr", "whisper", "xglm", "xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet",
-    "xlstm", "xmod", "youtu", "zamba", "zamba2", "zaya",
+    "axk2", "bailing_hybrid", "bamba", "bart", "beam", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt",
+    "blenderbot", "blenderbot-small", "bloom", "blt", "camembert", "codegen", "cpmant", "data2vec-text", "deepseek_v32",
+    "deepseek_v4", "diffllama", "doge", "electra", "ernie", "falcon", "falcon_h1", "falcon_mamba", "gemma3n_text", "gemma4",
+    "gemma4_text", "gemma4_unified", "git", "glm_moe_dsa", "gpt_neo", "gpt_neox_japanese", "gptj", "granitemoehybrid",
+    "hrm_text", "hy_v4", "inkling_text", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "llama4", "llama4_text", "longcat_flash",
+    "mamba", "mamba2", "marian", "mbart", "megatron-bert", "minimax", "minimax_m3_vl_text", "mllama", "modernbert-decoder",
+    "mpt", "mvp", "nemotron_h", "olmo_hybrid", "openai-gpt", "opt", "pegasus", "plbart", "prophetnet", "qwen3_5", "qwen3_5_moe",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "reformer", "rembert",
+    "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "rwkv", "stablelm", "trocr", "whisper", "xglm", "xlm",
+    "xlm-roberta", "xlm-roberta-xl", "xlnet", "xlstm", "xmod", "zamba", "zamba2", "zaya",
 }  # fmt: skip
 
 

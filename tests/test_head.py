@@ -15,6 +15,7 @@ import streamgrad
 from gradients import relative_error
 from streamgrad.core import triton_kernels
 from streamgrad.core.live import LiveBytes
+from streamgrad.head.chunk_size import head_chunk_within
 from streamgrad.head.cross_entropy import summed_cross_entropy
 from streamgrad.head.logits import LogitMap
 from streamgrad.head.rows import TargetRows, choose_head_chunk
@@ -220,14 +221,14 @@ def test_auto_chunks():
     """Within the budget, in whole multiples of 128 and of equal length; between 256 and 4096 tokens."""
     cpu, gib = torch.device("cpu"), 2**30
     assert choose_head_chunk(10**6, 151_936, 2, cpu) == 2048
-    assert choose_head_chunk(8192, 151_936, 2, cpu, budget_bytes=16 * gib) == 4096
-    assert choose_head_chunk(9000, 151_936, 2, cpu, budget_bytes=16 * gib) == 3072
-    assert choose_head_chunk(10**6, 151_936, 2, cpu, budget_bytes=gib) == 3456
-    assert choose_head_chunk(10**6, 151_936, 4, cpu, budget_bytes=gib) == 1664
-    assert choose_head_chunk(10**6, 151_936, 2, cpu, budget_bytes=0) == 256
-    assert choose_head_chunk(0, 151_936, 2, cpu, budget_bytes=gib) == choose_head_chunk(7, 1, 2, cpu, budget_bytes=gib) == 256
+    assert head_chunk_within(16 * gib, 8192, 151_936, 2) == 4096
+    assert head_chunk_within(16 * gib, 9000, 151_936, 2) == 3072
+    assert head_chunk_within(gib, 10**6, 151_936, 2) == 3456
+    assert head_chunk_within(gib, 10**6, 151_936, 4) == 1664
+    assert head_chunk_within(0, 10**6, 151_936, 2) == 256
+    assert head_chunk_within(gib, 0, 151_936, 2) == head_chunk_within(gib, 7, 1, 2) == 256
     for tokens in (1, 300, 4097, 123_457):
-        chunk = choose_head_chunk(tokens, 32_000, 2, cpu, budget_bytes=gib // 8)
+        chunk = head_chunk_within(gib // 8, tokens, 32_000, 2)
         assert chunk % 128 == 0 and chunk >= 256 and chunk * 32_000 * 2 <= gib // 8
 
 

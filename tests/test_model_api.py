@@ -12,6 +12,7 @@ import batches
 import streamgrad
 from gradients import assert_same_step, no_float32, relative_error, run_step
 from lora import with_lora
+from streamgrad.models.forwards import InstalledForward
 from tiny import FAMILIES, tiny_model, tokens
 
 OPTIONS = {"chunk_size": 7, "head_chunk_size": 5}
@@ -106,6 +107,32 @@ def test_long_inputs_without_a_graph_are_streamed_when_no_cache_is_wanted(model,
         actual = model(input_ids=ids, use_cache=not streamed_eval).logits
     assert relative_error(actual, expected) < 1e-12
     assert torch.equal(actual, expected) is not streamed_eval
+
+
+def test_what_only_stock_returns_is_returned_without_a_graph():
+    model = tiny_model("qwen3_moe")
+    batch = {"input_ids": tokens(1, 16), "output_router_logits": True, "use_cache": False}
+    with torch.no_grad():
+        expected = model(**batch).router_logits
+        actual = streamgrad.enable(model, chunk_size=4)(**batch).router_logits
+    assert len(actual) == 2 and all(map(torch.equal, actual, expected))
+
+
+def test_options_hold_for_a_head_that_was_left_enabled():
+    model = streamgrad.enable(tiny_model("llama"), head_chunk_size=8)
+    streamgrad.disable(model.model)
+    streamgrad.enable(model, head_chunk_size=16)
+    assert InstalledForward.on(model).stream.config.head_chunk_size == 16
+
+
+@pytest.mark.parametrize("family", ["phi3", "gpt_neox"])
+def test_kept_values_are_alone(family):
+    """They are a slice of one projection of queries, keys and values, which is not kept with them."""
+    model, saved = streamgrad.enable(tiny_model(family), keep="attention"), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        model.get_decoder()(input_ids=tokens(1, 9))
+    heads = [tensor for tensor in saved if tensor.ndim == 4]
+    assert len(heads) == 6 and all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in heads)
 
 
 @pytest.mark.parametrize("use_cache", [True, False])

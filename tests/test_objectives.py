@@ -226,6 +226,12 @@ def test_sampling_logprobs_decide_what_is_off_policy():
     assert grpo_loss(values, torch.tensor([1.0, -1.0]), mask, sampling_logprobs=far, **options) == 0.0
 
 
+@pytest.mark.parametrize("shape", [(1,), (3,), (2, 2), (1, 3)])
+def test_advantages_of_another_shape_are_refused(shape):
+    with pytest.raises(ValueError, match="one advantage for each completion, or one for each token"):
+        grpo_loss(torch.zeros(2, 3), torch.zeros(shape), torch.ones(2, 3))
+
+
 def test_on_a_streamed_model():
     """The three objectives on `token_logprobs`, through a streamed decoder: the gradients of full logits."""
     ids, mask = tokens(4, 12), torch.ones(4, 11)

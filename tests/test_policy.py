@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import re
 
+import peft
 import pytest
 import torch
 from hypothesis import given, settings
@@ -280,6 +281,34 @@ def test_automatic_chunks_stay_within_the_budget():
             sizes.add(plan.chunk_sizes)
             streamgrad.disable(model)
     assert len(sizes) > 2 and any(len(set(each)) > 1 for each in sizes)
+
+
+def test_a_budget_holds_for_a_head_of_its_own():
+    """Whose chunks are automatic, and whose weight is not the decoder's."""
+    model = tiny_model("llama", dtype=torch.float32, hidden_size=32, vocab_size=8000, num_hidden_layers=2)
+    ids = tokens(1, 2048)
+    streamgrad.enable(model, memory_budget="30MB")
+    used, plan = counted_step(model, ids)
+    assert used <= 30e6, f"{used / 1e6:.2f} MB: {plan}"
+
+
+def test_a_host_without_a_known_limit():
+    plan, fits = plan_of(300_000, 40 * GB, host=float("inf"))
+    assert fits and plan.policies[0].on_host
+
+
+def test_adapters_of_another_size_are_measured_again():
+    model = tiny_model("llama")
+    ids = tokens(1, 8)
+    streamgrad.enable(model, memory_budget="1GiB", chunk_size=4)
+    gradients = []
+    for rank in (2, 16):
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules=["q_proj"]))
+        adapted(input_ids=ids, labels=ids).loss.backward()
+        planner = InstalledForward.on(model.get_decoder()).stream.planner
+        gradients.append(list(planner._costs.values())[-1].gradients)
+        adapted.unload()
+    assert gradients[1] == 8 * gradients[0]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral", "qwen3_moe"])

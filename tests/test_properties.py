@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from unittest import mock
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,7 @@ from lora import with_lora
 from streamgrad.attention.backends import Block, backends_named
 from streamgrad.attention.masks import CausalMask
 from streamgrad.attention.streamed import streamed_attention
-from streamgrad.core.chunk import Chunk, KeyValueStream, spans
+from streamgrad.core.chunk import Chunk, KeyValueStream, StopAtKeys, spans
 from streamgrad.core.moments import LayerPolicy
 from streamgrad.core.policy import Plan
 from streamgrad.models.planning import Planner
@@ -151,12 +152,13 @@ def test_streamed_attention_alone(length, chunk_size, batch, groups, size, windo
     mask = CausalMask(rule, window=window)
     stream = KeyValueStream(length)
     for start, stop in spans(length, chunk_size):
-        stream.write(start, stop, key[:, :, start:stop], value[:, :, start:stop])
+        chunk = Chunk(start, stop, stream=stream, mask=mask, backends=[], stop_at_keys=True)
+        with pytest.raises(StopAtKeys):
+            streamed_attention(chunk, *(tensor[:, :, start:stop] for tensor in (query, key, value)), scale=0.7)
     totals = [torch.zeros_like(leaf) for leaf in leaves]
     for start, stop in reversed(spans(length, chunk_size)):
         own = [tensor[:, :, start:stop].detach().requires_grad_() for tensor in (query, key, value)]
         chunk = Chunk(start, stop, stream=stream, mask=mask, backends=backends_named("auto"), write_keys=False)
-        chunk.update(own[1], own[2], 0)
         own_sink = None if sink is None else sink.detach().requires_grad_()
         out = streamed_attention(chunk, *own, scale=0.7, softcap=softcap, sink_H=own_sink)
         torch.testing.assert_close(out, expected_out[:, :, start:stop], rtol=1e-10, atol=1e-12)
@@ -194,7 +196,6 @@ def test_queries_and_gradients_with_any_strides():
         q = q.detach().requires_grad_()
         stream = KeyValueStream(5)
         chunk = Chunk(0, 5, stream=stream, mask=CausalMask(), backends=backends_named("sdpa"))
-        chunk.update(key, value, 0)
         out = streamed_attention(chunk, q, key, value, scale=1.0)
         out.backward(d)
         outcomes.append((out.detach(), q.grad))

@@ -98,3 +98,15 @@ def test_gradients_of_gradients_are_refused(name, keep):
     loss = model(**batches.plain(model)).loss
     with pytest.raises(RuntimeError, match=r"create_graph=True.*streamgrad.disable"):
         torch.autograd.grad(loss, model.get_parameter(name), create_graph=True)
+
+
+def test_a_loss_that_is_held_after_backward_holds_no_arguments_of_layers():
+    """A program holds its last loss while the next step runs, and each layer has rotary angles for the whole sequence."""
+    model = streamgrad.enable(tiny_model("llama"), chunk_size=4)
+    angles = []
+    model.model.rotary_emb.register_forward_hook(lambda module, inputs, output: angles.append(weakref.ref(output[0])))
+    loss = model(input_ids=tokens(1, 9), labels=tokens(1, 9)).loss
+    assert angles[0]() is not None
+    loss.backward()
+    gc.collect()
+    assert angles[0]() is None

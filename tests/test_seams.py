@@ -115,7 +115,7 @@ def test_a_layer_that_goes_around_a_seam_is_refused():
     batch = {"input_ids": tokens(1, 9)}
 
     attention.forward = lambda *args, past_key_values=None, **kwargs: plain(*args, past_key_values=None, **kwargs)
-    with pytest.raises(ValueError, match="LlamaModel cannot be streamed: its attention changes keys or values after"):
+    with pytest.raises(ValueError, match="LlamaModel cannot be streamed: its layer never called past_key_values.update"):
         model(**batch)
     attention.forward = lambda hidden_states, **kwargs: (hidden_states, None)
     with pytest.raises(ValueError, match="never called past_key_values.update"):
@@ -127,6 +127,28 @@ def test_a_layer_that_goes_around_a_seam_is_refused():
     with pytest.raises(ValueError, match="replaces the mask"):
         model(**batch)
     assert model.config._attn_implementation == "sdpa"
+
+
+class _Numbered:
+    """A cache that adds its place to every key it returns, as code does that rotates cached keys by their place."""
+
+    def __init__(self, cache):
+        self.cache = cache
+
+    def update(self, key, value, layer_idx):
+        key, value = self.cache.update(key, value, layer_idx)
+        return key + torch.arange(key.shape[-2])[:, None], value
+
+
+def test_keys_that_depend_on_their_place_in_a_chunk_are_refused():
+    model = streamgrad.enable(tiny_model("llama"), chunk_size=4)
+    attention = model.model.layers[1].self_attn
+    plain = attention.forward
+    attention.forward = lambda *args, past_key_values, **kwargs: plain(
+        *args, past_key_values=_Numbered(past_key_values), **kwargs
+    )
+    with pytest.raises(ValueError, match="keys after past_key_values.update that depend on more than their own token"):
+        model(input_ids=tokens(1, 9))
 
 
 @pytest.mark.parametrize("extra", [torch.zeros(1, 9, 24), torch.zeros(3)])

@@ -43,6 +43,12 @@ FAMILIES: dict[str, dict] = {
         "sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    # Latent attention: keys and values of two head sizes are made of what is cached. One dense layer, one of experts.
+    "deepseek_v3": {
+        "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8, "head_dim": None,
+        "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    },
 }  # fmt: skip
 
 

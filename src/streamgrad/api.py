@@ -45,7 +45,7 @@ def enable(model: ModelT, config: StreamConfig | None = None, **options: Any) ->
             "Call streamgrad.disable(model) first."
         )
     head = inner.get_output_embeddings()
-    if head is not None and inner is not decoder and InstalledForward.on(inner) is None:
+    if head is not None and inner is not decoder and (current is None or InstalledForward.on(inner) is None):
         head_stream = HeadStream(settings, traced_logit_map(inner, decoder, head))
         InstalledForward(inner, causal_lm_forward, head_stream).install()
     if current is None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from streamgrad.attention.backends import Block, choose, run_or_replace
 from streamgrad.attention.masks import CausalMask, DenseMask
-from streamgrad.core.chunk import Attended, Chunk, KeyValueStream, SeamError, with_dense_rows
+from streamgrad.core.chunk import Attended, Chunk, KeyValueStream, with_dense_rows
 from streamgrad.core.functions import first_order_only
 from streamgrad.core.moments import KEYS_AT_ONCE
 from streamgrad.core.sums import as_sum
@@ -41,9 +41,10 @@ def streamed_attention(
     Args:
         sink_H: a score per head that takes part in the softmax and carries no value (gpt-oss).
     """
-    if key_BGLD is not chunk.own_key or value_BGLD is not chunk.own_value:
-        raise SeamError("its attention changes keys or values after past_key_values.update (as latent attention does)")
-    chunk.attention_calls += 1
+    # Kernels want one head size. Columns of zeros change neither scores nor outputs, and get no gradient.
+    size, value_size = max(key_BGLD.shape[-1], value_BGLD.shape[-1]), value_BGLD.shape[-1]
+    query_BHLD, key_BGLD, value_BGLD = (_widened(tensor, size) for tensor in (query_BHLD, key_BGLD, value_BGLD))
+    chunk.receive(key_BGLD, value_BGLD)
     mask = chunk.mask
     assert isinstance(mask, CausalMask | DenseMask)
     part = mask.part(*chunk.span, query_BHLD.shape[0])
@@ -59,7 +60,13 @@ def streamed_attention(
     keys = part.first, part.last
     if sink_H is not None:
         sink_H = chunk.exchange.own_heads(sink_H)
-    return _StreamedAttention.apply(chunk, keys, block, query_BHLD, key_BGLD, value_BGLD, sink_H)
+    out_BHLD = _StreamedAttention.apply(chunk, keys, block, query_BHLD, key_BGLD, value_BGLD, sink_H)
+    return out_BHLD if value_size == size else out_BHLD[..., :value_size]
+
+
+def _widened(tensor_BHLD: Tensor, size: int) -> Tensor:
+    missing = size - tensor_BHLD.shape[-1]
+    return torch.nn.functional.pad(tensor_BHLD, (0, missing)) if missing else tensor_BHLD
 
 
 class _StreamedAttention(torch.autograd.Function):

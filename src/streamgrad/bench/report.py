@@ -113,9 +113,12 @@ def _seconds_a_sample(record: Record | None) -> str:
 
 def _linear(records: Records, paper: dict[str, Any]) -> list[str]:
     theirs, said = paper["linear_example"], [f"{paper['linear_example']['shape']}."]
-    found = latest(records["linear"], "device", "dtype", "partitions")
-    large = {parts: record for (_, _, parts), record in found.items() if record["shape"]["rows"] == 1_000_000}
-    small = {parts: record for (_, _, parts), record in found.items() if record["shape"]["rows"] != 1_000_000}
+    of_paper = [record for record in records["linear"] if record["shape"]["rows"] == 1_000_000]
+    others = [record for record in records["linear"] if record not in of_paper]
+    large, small = (
+        {parts: record for (*_, parts), record in latest(found, "device", "dtype", "partitions").items()}
+        for found in (of_paper, others)
+    )
     rows = [
         [
             "standard" if parts == 1 else f"{parts} partitions", f"{theirs['intermediate_gb'][place]} GB",

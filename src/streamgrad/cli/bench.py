@@ -8,7 +8,7 @@ from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,9 +18,6 @@ from streamgrad.cli.check import check_table
 from streamgrad.config import StreamConfig, parse_bytes, parse_tokens
 
 # What measures is imported in each command, so that `--help` need not wait for it.
-if TYPE_CHECKING:
-    import torch
-
 _RESUME = "Leave out what the file has from the same command, on this device, with these versions."
 
 bench = typer.Typer(help="Measure time and memory; each benchmark appends its rows to a file.", no_args_is_help=True)
@@ -59,9 +56,10 @@ def bench_linear(
 
     from streamgrad.bench import linear
     from streamgrad.bench.records import append_records
+    from streamgrad.cli.device import chosen_device
     from streamgrad.cli.tables import linear_table
 
-    target = _device(device)
+    target = chosen_device(device, one_thread=False)
     if paper:
         if (rows, width, dtype) != (None, None, None):
             raise ValueError("--paper sets --rows, --width and --dtype itself. Leave those out, or leave --paper out.")
@@ -104,9 +102,10 @@ def bench_head(
 
     from streamgrad.bench import head as head_bench
     from streamgrad.bench.records import append_records
+    from streamgrad.cli.device import chosen_device
     from streamgrad.cli.tables import head_table
 
-    target = _device(device)
+    target = chosen_device(device, one_thread=False)
     on_gpu = target.type == "cuda"
     default = head_bench.GPU_SHAPE if on_gpu else head_bench.CPU_SHAPE
     records = []
@@ -174,6 +173,8 @@ def bench_step(
     command += " --accumulate" if accumulate else ""
     command += (" --kernels" if kernels else "") + (f" --warm-ups {warm_ups}" if warm_ups != 4 else "")
     options["chunk_size"] = parse_tokens("chunk_size", chunk_size)
+    if memory_budget == "liger" and batches != [1]:
+        raise ValueError(f"--batch {batch} has no budget: --memory-budget liger is of records of one sequence. Leave one out.")
     budgets = peaks_in(out, method="liger", model=model, lengths=lengths) if memory_budget == "liger" else None
     config = StreamConfig(**options, memory_budget=None if budgets else memory_budget)
     measure = partial(
@@ -181,6 +182,12 @@ def bench_step(
         batches=batches, kernels=kernels, accumulates=accumulate, warm_ups=warm_ups, budgets=budgets,
     )  # fmt: skip
     run_steps(measure, out, cells=len(chosen) * len(lengths) * len(batches), resume=resume)
+
+
+def _refuse_unread(context: typer.Context, when: str, *names: str) -> None:
+    for name in names:
+        if context.get_parameter_source(name).name != "DEFAULT":
+            raise ValueError(f"--{name.replace('_', '-')} has no effect {when}. Leave one of the two out.")
 
 
 def _numbers(text: str) -> list[int]:
@@ -258,6 +265,7 @@ def bench_partition(
 
 @bench.command("max-length")
 def bench_max_length(
+    context: typer.Context,
     model: Annotated[
         str | None, typer.Option(help="A preset. With --seq, of that step; else only its cells; gemma-3-1b has TRL's.")
     ] = None,
@@ -292,6 +300,7 @@ def bench_max_length(
     from streamgrad.cli.cells import run_steps
 
     if seq is not None:
+        _refuse_unread(context, "with --seq", "objective", "factor", "offload", "layers", "card", "gpu_memory")
         model = model or "qwen3-8b"
         command = f"python -m streamgrad bench max-length --model {model} --seq {seq}"
         measure = partial(lengths.measure_longest, model=model, length=seq, command=command)
@@ -313,6 +322,7 @@ def bench_max_length(
 
 @bench.command("predicted")
 def bench_predicted(
+    context: typer.Context,
     model: Annotated[str | None, typer.Option(help="A preset; one configuration then. Without it, twelve of them.")] = None,
     training: Annotated[str, typer.Option(help="With --model: full or lora.")] = "full",
     offload: Annotated[str, typer.Option(help="With --model: as for streamgrad.enable.")] = "none",
@@ -335,6 +345,7 @@ def bench_predicted(
         configuration = Configuration(model, training, gpu_memory, offload)
         run_steps(configuration.measure, out, cells=2, resume=resume)
         return
+    _refuse_unread(context, "without --model", "training", "offload", "gpu_memory")
     for configuration in CONFIGURATIONS:
         # Each in a process of its own, so that none is measured beside what another has left.
         arguments = [*configuration.command.split()[1:], "--out", str(out), *(["--resume"] if resume else [])]
@@ -358,9 +369,10 @@ def bench_precision(
     from streamgrad.bench.precision import precision_record
     from streamgrad.bench.records import append_records
     from streamgrad.check.precision import check_precision
+    from streamgrad.cli.device import chosen_device
     from streamgrad.models.presets import config_of
 
-    target = _device(device)
+    target = chosen_device(device, one_thread=False)
     console = Console()
     with console.status("Measuring ..."):
         outcome = check_precision(config_of(model), device=target)
@@ -384,12 +396,3 @@ def bench_report(
 
     for path in write_report(results, out):
         typer.echo(path)
-
-
-def _device(asked: Device | None) -> torch.device:
-    import torch
-
-    has_cuda = torch.cuda.is_available()
-    if asked == Device.cuda and not has_cuda:
-        raise ValueError("--device cuda needs a GPU that torch can see, and it sees none. Pass --device cpu.")
-    return torch.device(asked or ("cuda" if has_cuda else "cpu"))

@@ -21,6 +21,7 @@ from streamgrad.attention.backends import Backend, Block, backends_named, flash_
 from streamgrad.attention.masks import CausalMask, DenseMask
 from streamgrad.core.chunk import Attended
 from streamgrad.core.machine import available_host_bytes
+from streamgrad.core.triton_kernels import kernels_for
 
 PACKAGES = ("torch", "transformers", "triton", "peft", "trl", "accelerate", "deepspeed", "liger-kernel")
 
@@ -90,7 +91,10 @@ def _devices() -> list[dict[str, str | int]]:
 def _triton(device: torch.device) -> str:
     if importlib.util.find_spec("triton") is None:
         return "not installed: norms, rotary embeddings, activations, the head and merged attention run as several kernels each"
-    return "kernels run" if device.type == "cuda" else "installed, but its kernels need a GPU"
+    if device.type != "cuda":
+        return "installed, but its kernels need a GPU"
+    runs = kernels_for(torch.zeros(1, device=device), "streamgrad.core.kernels") is not None
+    return "kernels run" if runs else "installed, but its kernels do not run: it finds no C compiler, or fails"
 
 
 def _kinds() -> dict[str, tuple[CausalMask | DenseMask, float | None]]:

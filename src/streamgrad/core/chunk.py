@@ -1,8 +1,8 @@
 """One chunk `[start, stop)` of a sequence on its way through one decoder layer.
 
 The same `Chunk` object is handed to a Hugging Face layer twice: as its key/value cache, whose `update` the attention module
-calls with the chunk's keys and values, and as its attention mask, which the attention module passes on untouched to the
-attention function. So the two seams share state through the call itself and the engine needs no globals.
+calls for the chunk, and as its attention mask, which the attention module passes on untouched to the attention function, with
+the chunk's keys and values. So the two seams share state through the call itself and the engine needs no globals.
 
 Shapes: B batch, H query heads, G key/value heads, T sequence, L chunk, D head size.
 """
@@ -15,7 +15,6 @@ from typing import Any
 from torch import Tensor
 
 from streamgrad.core.exchange import ALONE, Exchange
-from streamgrad.core.replay import as_autocast
 from streamgrad.core.sums import as_sum, zeros_for_sum
 
 
@@ -30,7 +29,7 @@ def with_dense_rows(tensor_BHLD: Tensor) -> Tensor:
 
 
 class StopAtKeys(Exception):
-    """Raised by `Chunk.update` to leave a layer's forward as soon as its keys and values are written."""
+    """Raised by `Chunk.receive` to leave a layer's forward as soon as its keys and values are written."""
 
 
 # Keys [first, last), and a gradient of these keys and their values.
@@ -120,28 +119,36 @@ class Chunk:
     stop_at_keys: bool = False
     write_keys: bool = True
     kept: Attended | None = None
-    own_key: Tensor | None = field(default=None, repr=False)
-    own_value: Tensor | None = field(default=None, repr=False)
+    own: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    cached: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     attention_calls: int = 0
+    made_after_update: bool = False  # keys and values are not what was cached
     exchange: Exchange = ALONE
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """The cache seam: note the chunk's own keys and values and hand them straight back."""
-        if self.own_key is not None:
+        """The cache seam: hand what is to be cached straight back. It may not be keys and values yet (latent attention)."""
+        if self.cached is not None:
             raise SeamError("its attention writes keys and values more than once a layer")
-        if key_states.shape[-2] != self.stop - self.start:
-            raise SeamError(
-                f"its attention makes {key_states.shape[-2]} keys for a chunk of {self.stop - self.start} tokens, "
-                "so keys do not belong to single tokens"
-            )
-        key_states, value_states = as_autocast(key_states), as_autocast(value_states)
+        self._check_tokens(key_states)
+        self.cached = key_states, value_states
+        return key_states, value_states
+
+    def receive(self, key_BGLD: Tensor, value_BGLD: Tensor) -> None:
+        """The attention seam: the chunk's own keys and values, as attention is called with them, go into the stream."""
+        self._check_tokens(key_BGLD)
+        self.attention_calls += 1
+        self.own = key_BGLD, value_BGLD
         if self.write_keys:
-            key_and_value = (self.exchange.to_heads(states.detach()) for states in (key_states, value_states))
-            self.stream.write(*self.span, *key_and_value)
+            self.stream.write(*self.span, *(self.exchange.to_heads(states.detach()) for states in self.own))
         if self.stop_at_keys:
             raise StopAtKeys
-        self.own_key, self.own_value = key_states, value_states
-        return key_states, value_states
+
+    def _check_tokens(self, key_BGLD: Tensor) -> None:
+        if key_BGLD.shape[-2] != self.stop - self.start:
+            raise SeamError(
+                f"its attention makes {key_BGLD.shape[-2]} keys for a chunk of {self.stop - self.start} tokens, "
+                "so keys do not belong to single tokens"
+            )
 
     @property
     def span(self) -> tuple[int, int]:
@@ -153,7 +160,7 @@ class Chunk:
 
     def check_finished(self) -> None:
         """A layer that went around either seam has mixed tokens in a way the stream does not know."""
-        if self.own_key is None:
+        if self.cached is None:
             raise SeamError("its layer never called past_key_values.update(key, value, layer_idx)")
         if self.attention_calls != 1:
             raise SeamError(f"its layer called the registered attention function {self.attention_calls} times instead of once")
@@ -166,7 +173,7 @@ class Chunk:
 
     def release(self) -> None:
         """Drop the tensors that tie a finished chunk to its graph."""
-        self.own_key = self.own_value = None
+        self.own = self.cached = None
 
 
 class SeamError(ValueError):

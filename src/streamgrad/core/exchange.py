@@ -95,7 +95,7 @@ class Ulysses(Exchange):
         listed = self.numbers_of_ranks(tuple(values.values()))
         for name, of_ranks in zip(values, zip(*listed, strict=True), strict=True):
             if len(set(of_ranks)) > 1:
-                numbers = ", ".join(f"{number:g}" for number in of_ranks)
+                numbers = ", ".join(f"{number:.0f}" for number in of_ranks)
                 raise ValueError(
                     f"the ranks that share a sequence disagree about {name}: {numbers}, from the first rank to the last. Cut a "
                     "sequence into slices of equal length, padded at its end with labels of -100, and call the model in the same "

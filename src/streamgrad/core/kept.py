@@ -63,7 +63,7 @@ class KeptOnDevice:
     def finish(self, ctx: Any, keys_and_values: tuple[Tensor, Tensor]) -> None:
         # Every chunk or none: attention that drew dropout cannot be kept, and then keys are recomputed as well.
         if len(self._attended) == len(self._spans):
-            self._tensors += keys_and_values
+            self._tensors += map(_alone, keys_and_values)
             self._tensors += [tensor for entry in self._attended for tensor in (entry.out_BHLD, entry.lse_BHL)]
         ctx.save_for_backward(*self._tensors)
         self._tensors, self._attended = [], []
@@ -73,6 +73,11 @@ class KeptOnDevice:
 
     def release(self) -> None:
         """Autograd does."""
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """Values that are a slice of one projection of queries, keys and values would keep all of it."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 class _DeviceReader:

@@ -58,7 +58,7 @@ def gated_forward(gate_NE: Tensor, up_NE: Tensor, activation: str) -> Tensor:
 
 def gated_backward(dout_NE: Tensor, gate_NE: Tensor, up_NE: Tensor, activation: str, *, in_place: bool) -> tuple[Tensor, Tensor]:
     rows, width = gate_NE.shape
-    dgate_NE, dup_NE = (gate_NE, up_NE) if in_place else gate_NE.new_empty((2, rows, width))
+    dgate_NE, dup_NE = (gate_NE, up_NE) if in_place else (gate_NE.new_empty((rows, width)) for _ in range(2))
     block = min(TILE, _power_of_2(width))
     with torch.cuda.device_of(gate_NE):
         _gated_backward_kernel[(rows, _parts(width, block))](

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +34,10 @@ from streamgrad.core.moments import LayerPolicy
 from streamgrad.core.replay import Autocast, RandomTape
 from streamgrad.core.shadows import Shadows, trainable_parameters
 from streamgrad.core.storage import HostStore
+
+# What `_check_keys_of_single_tokens` has found right, and the relative difference it takes for rounding (bfloat16: 1/256).
+_CHECKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_LARGEST_ROUNDING = 0.02
 
 
 @dataclass
@@ -107,10 +112,11 @@ class _StreamedLayer(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, dout_BTE: Tensor) -> tuple[Tensor | None, ...]:
+        reader = ctx.kept.reader(ctx)  # which raises where backward has run before
         call: StreamedCall = ctx.call
         expectation: Expectation = ctx.expectation
         expectation.check_unchanged()
-        chunks, reader = list(enumerate(spans(ctx.h_shape[1], call.chunk_size))), ctx.kept.reader(ctx)
+        chunks = list(enumerate(spans(ctx.h_shape[1], call.chunk_size)))
         shadows = Shadows(ctx.parameters, summed=len(chunks) > 1)
         dh_BTE: Tensor | None = None
         with shadows.installed_in(call.layer):
@@ -133,11 +139,13 @@ class _StreamedLayer(torch.autograd.Function):
                         dh_BTE = gradient_of_input(h_BLE, call.layer)
                     else:
                         dh_BTE = h_BLE.new_empty(ctx.h_shape) if dh_BTE is None else dh_BTE
-                        # Under no name, which would hold it while the next chunk runs.
                         dh_BTE[:, start:stop] = gradient_of_input(h_BLE, call.layer)
+                del h_BLE, attended, chunk, out_BLE  # which would be held, with their gradients, while the next chunk runs
         expectation.check_outcome_later(in_16_bits=ctx.autocast.enabled or ctx.h_dtype.itemsize == 2)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            ctx.kept.release()  # a program may hold on to its last loss, and with it to this node
+            # A program may hold on to its last loss, and with it to this node.
+            ctx.kept.release()
+            ctx.call = ctx.expectation = None
         return None, dh_BTE, *shadows.take_gradients()
 
 
@@ -156,6 +164,8 @@ def _forward(
         with tape.recording(index):
             out_BLE = call.run(h_BTE[:, start:stop], chunk)
         chunk.check_finished()
+        if chunk.made_after_update and stop < h_BTE.shape[1]:
+            _check_keys_of_single_tokens(call, h_BTE)
         replaced = index == 0 and not all(map(operator.is_, call.layer.buffers(), buffers))
         if replaced or [buffer._version for buffer in buffers] != versions:
             raise SeamError("its layers change a buffer in forward, which would happen once a chunk and again in backward")
@@ -180,6 +190,44 @@ def _restore_stream(call: StreamedCall, tape: RandomTape, reader: Reader, length
     stream = call.new_stream(length)
     for index, span in enumerate(spans(length, call.chunk_size)):
         h_BLE, _ = reader.chunk(index)
-        with torch.no_grad(), tape.replaying(index), contextlib.suppress(StopAtKeys):
-            call.run(h_BLE, call.chunk(span, stream, stop_at_keys=True))
+        with torch.no_grad(), tape.replaying(index):
+            _write_keys(call, h_BLE, span, stream)
     return stream
+
+
+def _write_keys(call: StreamedCall, h_BLE: Tensor, span: tuple[int, int], stream: KeyValueStream) -> None:
+    with contextlib.suppress(StopAtKeys):
+        call.run(h_BLE, call.chunk(span, stream, stop_at_keys=True))
+
+
+def _check_keys_of_single_tokens(call: StreamedCall, h_BTE: Tensor) -> None:
+    """Raise where a token's keys depend on the tokens that are in its chunk, or on its place there.
+
+    Code that makes keys of what a cache returned has all earlier tokens before it there, and may count on that (by rotating keys
+    by their index, say). It is asked once for each layer.
+    """
+    if call.layer in _CHECKED or h_BTE.is_meta:
+        return
+    call = replace(call, exchange=ALONE)  # whether other ranks ask too is not known here
+    of_two, of_one = call.new_stream(2), call.new_stream(2)
+    with torch.no_grad(), _in_eval_mode(call.layer):  # as draws of a dropout do depend on a chunk
+        _write_keys(call, h_BTE[:, :2], (0, 2), of_two)
+        _write_keys(call, h_BTE[:, 1:2], (1, 2), of_one)
+    for expected, actual in zip(of_two.read(1, 2), of_one.read(1, 2), strict=True):
+        if (actual - expected).norm() > _LARGEST_ROUNDING * expected.norm():
+            raise SeamError(
+                "its attention makes keys after past_key_values.update that depend on more than their own token and its position"
+            )
+    _CHECKED.add(call.layer)
+
+
+@contextlib.contextmanager
+def _in_eval_mode(layer: nn.Module) -> Iterator[None]:
+    training = [module for module in layer.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -57,14 +57,17 @@ def available_host_bytes() -> float:
     if meminfo.exists():
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         available = 1024.0 * float(fields["MemAvailable"].split()[0])
-    for limit_file, usage_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    for folder, limit_file, usage_file, reclaimable in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
         try:
-            limit, usage = Path(limit_file).read_text().strip(), Path(usage_file).read_text().strip()
+            limit, usage = ((Path(folder) / name).read_text().strip() for name in (limit_file, usage_file))
+            counts = dict(line.split() for line in (Path(folder) / "memory.stat").read_text().splitlines())
         except OSError:
             continue
         if limit != "max":
-            available = min(available, max(0.0, float(limit) - float(usage)))
+            # Files that were read, checkpoints among them, count as used until something else needs the room.
+            used = float(usage) - float(counts.get(reclaimable, 0))
+            available = min(available, max(0.0, float(limit) - used))
     return available

@@ -201,5 +201,6 @@ def _on_host(step: Step, layers: int, keep: str, host_budget_bytes: float) -> li
     if keep == "attention":
         return [attention] * layers
     spare = host_budget_bytes - layers * _kept_bytes(step, inputs)
-    with_attention = min(layers, max(0, int(spare // (_kept_bytes(step, attention) - _kept_bytes(step, inputs)))))
+    # Bounded before it is a whole number: a host may have no known limit.
+    with_attention = int(min(layers, max(0.0, spare / (_kept_bytes(step, attention) - _kept_bytes(step, inputs)))))
     return [inputs] * (layers - with_attention) + [attention] * with_attention

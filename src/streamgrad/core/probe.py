@@ -119,8 +119,8 @@ class _Trial:
         with saved:
             out_BLE = self.run(h_BLE, chunk)
         chunk.check_finished()
-        assert chunk.own_key is not None and chunk.own_value is not None
-        keys, kept = (chunk.own_key, chunk.own_value), chunk.kept
+        assert chunk.own is not None
+        keys, kept = chunk.own, chunk.kept
         return {
             "input": max(h_BLE.nbytes, out_BLE.nbytes),
             "keys_and_values": sum(key.nbytes for key in keys),

@@ -19,22 +19,26 @@ from torch import Tensor
 
 
 class PinnedPool:
-    """Pinned host buffers that are reused across steps and lengths."""
+    """Pinned host buffers for copies to and from one device, reused across steps and lengths."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._free: list[Tensor] = []
         self.total_bytes = 0
         self._can_pin = True
 
     def take(self, size_bytes: int) -> Tensor:
-        """A byte buffer of at least `size_bytes`: the smallest free one that is large enough, else a new one."""
-        fitting = [buffer for buffer in self._free if buffer.numel() >= size_bytes]
+        """A byte buffer of at least `size_bytes`: the smallest free one that is as large, and not far larger; else a new one.
+
+        A log-sum-exp in a buffer for hidden states would leave these without, for good.
+        """
+        fitting = [buffer for buffer in self._free if size_bytes <= buffer.numel() < 8 * size_bytes]
         if fitting:
             best = min(fitting, key=Tensor.numel)
             self._free = [buffer for buffer in self._free if buffer is not best]
             return best
         # Too small for what is stored now: kept, they would stay unused for good.
-        smaller = [buffer for buffer in self._free if size_bytes < 2 * buffer.numel()]
+        smaller = [buffer for buffer in self._free if buffer.numel() < size_bytes < 2 * buffer.numel()]
         for buffer in smaller:
             self.total_bytes -= buffer.numel()
         self._free = [buffer for buffer in self._free if not any(buffer is other for other in smaller)]
@@ -50,7 +54,7 @@ class PinnedPool:
             # Registered and not allocated by torch, whose pinned buffers are rounded up to a power of two.
             code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size_bytes, 0))
             if code == 0:
-                weakref.finalize(buffer, _unpin, buffer.data_ptr()).atexit = False  # the driver is gone by then
+                weakref.finalize(buffer, _unpin, buffer.data_ptr(), self._device).atexit = False  # the driver is gone by then
             else:
                 self._can_pin = False
                 _forget_error()
@@ -69,8 +73,8 @@ def _forget_error() -> None:
         torch.zeros((), device="cuda")
 
 
-def _unpin(address: int) -> None:
-    torch.cuda.synchronize()  # a copy may still be reading it
+def _unpin(address: int, device: torch.device) -> None:
+    torch.cuda.synchronize(device)  # a copy may still be reading it
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
@@ -92,7 +96,7 @@ class HostStore:
 
     def pool(self, device: torch.device) -> PinnedPool:
         """Of one device each: a buffer is written again once the copy streams of that device are done with it."""
-        return self._pools.setdefault(device, PinnedPool())
+        return self._pools.setdefault(device, PinnedPool(device))
 
     def shelf(self) -> Shelf:
         """A shelf that knows the one before it, the first of whose items is brought back when its own run out."""

@@ -57,7 +57,7 @@ def linear_cross_entropy(
         vocabulary=weight.shape[0],
         ignore_index=ignore_index,
         chunk_size=chunk_size,
-        itemsize=hidden.element_size(),
+        itemsize=as_autocast(hidden_NE[:0]).element_size(),
     )
     divisor = 1 if reduction == "sum" else None
     total, count = summed_cross_entropy(hidden_NE, weight, bias, rows, logit_map, divisor=divisor)

@@ -61,7 +61,8 @@ class _ModuleCrossEntropy(torch.autograd.Function):
         scaled = [
             None if total is None else (total * dtotal).to(dtype) for total, dtype in zip(sums, ctx.parameter_dtypes, strict=True)
         ]
-        dhidden = None if dhidden_NE is None else (dhidden_NE * dtotal).to(dhidden_NE.dtype)
+        # By a tensor of one dimension, and so in fp32: by a scalar it would be multiplied in 16 bits.
+        dhidden = None if dhidden_NE is None else (dhidden_NE * dtotal.reshape(1)).to(dhidden_NE.dtype)
         return None, None, None, None, dhidden, *scaled
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from streamgrad.core.machine import device_memory
-from streamgrad.head.chunk_size import FREE_SHARE, head_chunk_within
+from streamgrad.head.chunk_size import FREE_SHARE, SHORTEST_CHUNK, head_chunk_within
 
 CHUNK_WITHOUT_GPU = 2048
 
@@ -37,6 +37,8 @@ class TargetRows:
         if isinstance(chunk_size, str):
             if chunk_size != "auto":
                 raise ValueError(f'chunk_size={chunk_size!r} is not a choice. Pass a number of tokens, or "auto".')
+        elif int(chunk_size) != chunk_size:
+            raise ValueError(f'chunk_size={chunk_size} is not a whole number of tokens. Pass one, or "auto".')
         elif chunk_size < 1:
             raise ValueError(f'chunk_size={chunk_size} leaves no tokens in a chunk. Pass at least 1, or "auto".')
         self.targets_N = targets_N
@@ -58,13 +60,16 @@ class TargetRows:
     @cached_property
     def chunk_size(self) -> int:
         """Chosen when it is first asked for: by the memory that is free then."""
-        if isinstance(self._asked, int):
-            return self._asked
-        device, budget = self.targets_N.device, None
-        if self._limit is not None and device.type == "cuda":
-            held, limit = device_memory(device)
-            budget = int(max(0, min(self._limit, limit) - held) // FREE_SHARE)
-        return choose_head_chunk(self.count, self._vocabulary, self._itemsize, device, budget)
+        if self._asked != "auto":
+            return int(self._asked)
+        device = self.targets_N.device
+        if self._limit is None:
+            return choose_head_chunk(self.count, self._vocabulary, self._itemsize, device)
+        if device.type != "cuda":
+            return SHORTEST_CHUNK  # what is held is not known there, and plans count on this
+        held, limit = device_memory(device)
+        budget = int(max(0, min(self._limit, limit) - held) // FREE_SHARE)
+        return head_chunk_within(budget, self.count, self._vocabulary, self._itemsize)
 
     @property
     def skips_some(self) -> bool:
@@ -79,14 +84,12 @@ class TargetRows:
             yield rows, self.targets_N[rows]
 
 
-def choose_head_chunk(tokens: int, vocabulary: int, itemsize: int, device: torch.device, budget_bytes: int | None = None) -> int:
-    """`head_chunk_within` the budget, which without a number is an eighth of what is free on a GPU; without one, 2048 tokens."""
-    if budget_bytes is None:
-        if device.type != "cuda":
-            return CHUNK_WITHOUT_GPU
-        held, limit = device_memory(device)
-        budget_bytes = int(limit - held) // FREE_SHARE
-    return head_chunk_within(budget_bytes, tokens, vocabulary, itemsize)
+def choose_head_chunk(tokens: int, vocabulary: int, itemsize: int, device: torch.device) -> int:
+    """`head_chunk_within` an eighth of what is free on a GPU; without one, 2048 tokens."""
+    if device.type != "cuda":
+        return CHUNK_WITHOUT_GPU
+    held, limit = device_memory(device)
+    return head_chunk_within(int(limit - held) // FREE_SHARE, tokens, vocabulary, itemsize)
 
 
 def flatten(hidden: Tensor, weight_VE: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -131,10 +131,12 @@ def traced_logit_map(model: PreTrainedModel, decoder: nn.Module, head: nn.Module
     probe = object.__new__(type(model))
     probe.__dict__ = {**model.__dict__, "_modules": dict(model._modules)}
     for name, child in model._modules.items():
+        path = next((path for path, module in child.named_modules() if module is decoder), None) if child is not None else None
         if child is head:
             probe._modules[name] = _Stub(LogitsPlaceholder(torch.zeros(())))
-        elif child is not None and any(module is decoder for module in child.modules()):
-            probe._modules[name] = _Stub(_AnyOutput(last_hidden_state=hidden))
+        elif path is not None:
+            probe._modules[name] = stub = _Stub(_AnyOutput(last_hidden_state=hidden))
+            stub.__dict__.update(dict.fromkeys(path.split("."), stub))  # some call model.decoder, and some model
     recorded: list[Any] = []
 
     def record(logits: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -153,7 +153,8 @@ class Slices(WholeSequences):
         if padding is not None:
             padding_BT = exchange.gather((padding != 0).byte()).bool()
             dealt["attention_mask"] = padding_BT[:, exchange.positions_T]
-            _check_targets(arguments.get("shift_labels"), padding_BT, exchange, sliding_window(decoder.config))
+            targets, ignore_index = arguments.get("shift_labels"), arguments.get("ignore_index", -100)
+            _check_targets(targets, ignore_index, padding_BT, exchange, sliding_window(decoder.config))
         return cls(exchange, dealt, documents_BT, padding_BT)
 
     def masks(self) -> AbstractContextManager[None]:
@@ -174,10 +175,12 @@ class Slices(WholeSequences):
         return output
 
 
-def _check_targets(targets_BT: Tensor | None, padding_BT: Tensor, exchange: Ulysses, window: int | None) -> None:
+def _check_targets(
+    targets_BT: Tensor | None, ignore_index: int, padding_BT: Tensor, exchange: Ulysses, window: int | None
+) -> None:
     """As `models.causal_lm.check_labels` does for whole sequences; if one rank has such a target, all ranks raise."""
     hidden_BT = rows_without_keys(padding_BT, window)[:, exchange.rank * exchange.length :][:, : exchange.length]
-    bad = 0 if targets_BT is None else int(((targets_BT != -100) & hidden_BT.to(targets_BT.device)).sum())
+    bad = 0 if targets_BT is None else int(((targets_BT != ignore_index) & hidden_BT.to(targets_BT.device)).sum())
     counts = exchange.numbers_of_ranks((bad,))
     if any(count for (count,) in counts):
         raise ValueError(

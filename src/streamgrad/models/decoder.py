@@ -78,8 +78,9 @@ def _should_stream(decoder: Any, stream: DecoderStream, arguments: dict[str, Any
     use_cache = arguments.get("use_cache")
     fills_cache = getattr(decoder.config, "use_cache", False) if use_cache is None else use_cache
     has_cache = arguments.get("past_key_values") is not None
-    wants_weights = arguments.get("output_attentions") or getattr(decoder.config, "output_attentions", False)
-    if fills_cache or has_cache or wants_weights:
+    wanted = ("output_attentions", "output_router_logits")
+    wants_more = any(arguments.get(name) or getattr(decoder.config, name, False) for name in wanted)
+    if fills_cache or has_cache or wants_more:
         return False
     return tokens is not None and tokens.shape[1] > stream.planner.chunk_size(*tokens.shape[:2])
 

@@ -53,7 +53,7 @@ class Fusion:
         with ExitStack() as restore:
             restore.enter_context(temporary_attributes((module, "forward", forward) for module, forward in self._forwards))
             for names in self._rotary_globals.values():
-                restore.enter_context(_RotarySwitch.of(names).on(self._wants))
+                restore.enter_context(_RotarySwitch.on(names, self._wants))
             yield
 
 
@@ -78,26 +78,22 @@ class _RotarySwitch:
         self._here = threading.local()
 
     @classmethod
-    def of(cls, names: dict[str, Any]) -> _RotarySwitch:
+    @contextmanager
+    def on(cls, names: dict[str, Any], wants: Callable[..., bool]) -> Iterator[None]:
         with cls._lock:
             current = names["apply_rotary_pos_emb"]
-            return current if isinstance(current, cls) else cls(names)
-
-    @contextmanager
-    def on(self, wants: Callable[..., bool]) -> Iterator[None]:
-        with self._lock:
-            self._users += 1
-            self._names["apply_rotary_pos_emb"] = self
-        before = getattr(self._here, "wants", None)
-        self._here.wants = wants
+            switch = names["apply_rotary_pos_emb"] = current if isinstance(current, cls) else cls(names)
+            switch._users += 1
+        before = getattr(switch._here, "wants", None)
+        switch._here.wants = wants
         try:
             yield
         finally:
-            self._here.wants = before
-            with self._lock:
-                self._users -= 1
-                if not self._users and self._names["apply_rotary_pos_emb"] is self:
-                    self._names["apply_rotary_pos_emb"] = self._stock
+            switch._here.wants = before
+            with cls._lock:
+                switch._users -= 1
+                if not switch._users and names["apply_rotary_pos_emb"] is switch:
+                    names["apply_rotary_pos_emb"] = switch._stock
 
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
         wants = getattr(self._here, "wants", None)
@@ -150,8 +146,13 @@ def _same_code(function: Any, reference: Any) -> bool:
     code, other = getattr(function, "__code__", None), reference.__code__
     if code is None or getattr(function, "__closure__", None):
         return False
-    # The first constant is the docstring, or None.
-    return (code.co_code, code.co_names, code.co_consts[1:]) == (other.co_code, other.co_names, other.co_consts[1:])
+    return (code.co_code, code.co_names, _constants(code)) == (other.co_code, other.co_names, _constants(other))
+
+
+def _constants(code: types.CodeType) -> tuple:
+    """Without the docstring, or the None that stands for it up to Python 3.13."""
+    consts = code.co_consts
+    return consts[1:] if consts and (consts[0] is None or isinstance(consts[0], str)) else consts
 
 
 # --- What is recognised. These functions are compared with, and never called. ---------------------------------------------

@@ -30,12 +30,13 @@ UNKNOWN_HEAD_SHARE = 0.2
 
 @dataclass(frozen=True)
 class HeadCosts:
-    """What the parts of a model outside of its layers will hold: the head while it works, the gradients it will leave, and the
-    embeddings when backward reaches them."""
+    """What the parts of a model outside of its layers will hold: the head while it works, the gradients it will leave, the
+    embeddings when backward reaches them, and weights that are not the decoder's."""
 
     bytes: float
     gradient_bytes: float
     embedding_bytes: float
+    weight_bytes: float = 0.0
 
 
 class Planner:
@@ -90,7 +91,7 @@ class Planner:
                 costs=costs,
                 layers=len(layers),
                 shape=Shape(batch, sequence),
-                resident_bytes=resident,
+                resident_bytes=resident if on_cuda else resident + ends.weight_bytes,
                 layer_gradient_bytes=sum(p.nbytes for p in layers[0].parameters() if p.requires_grad and p.grad is None),
                 head_bytes=ends.bytes,
                 head_gradient_bytes=ends.gradient_bytes,
@@ -122,7 +123,7 @@ class Planner:
     def _measured(
         self, layer: nn.Module, run: Callable[..., Tensor], mask: object, backends: list, h_BTE: Tensor, exchange: Exchange
     ) -> LayerCosts:
-        trainable = tuple(parameter.requires_grad for parameter in layer.parameters())
+        trainable = tuple((parameter.requires_grad, parameter.shape) for parameter in layer.parameters())
         autocast = torch.is_autocast_enabled(h_BTE.device.type) and torch.get_autocast_dtype(h_BTE.device.type)
         tokens = min(PROBED_TOKENS, h_BTE.shape[1])
         key = (h_BTE.dtype, autocast, trainable, layer.training, tokens, exchange.ranks)
@@ -191,9 +192,9 @@ def _floor(count: float, unit: int) -> float:
     return count // unit * unit if count < float("inf") else count
 
 
-def _bytes_of(decoder: Any) -> float:
-    """On a device whose allocator keeps no count: the decoder's weights and the gradients they have."""
-    tensors = [*decoder.parameters(), *decoder.buffers()]
+def _bytes_of(module: nn.Module) -> float:
+    """On a device whose allocator keeps no count: the module's weights and the gradients they have."""
+    tensors = [*module.parameters(), *module.buffers()]
     return sum(tensor.nbytes + (0 if tensor.grad is None else tensor.grad.nbytes) for tensor in tensors)
 
 
@@ -222,7 +223,8 @@ def head_known_to_decoder(model: Any, head: nn.Module, *, tokens: int, config: S
     def costs(hidden: int) -> HeadCosts:
         """Of as many hidden states; there are no more targets than those."""
         at = embedding_parts(hidden, width * embedding.element_size(), width_sum_bytes=4 * width, dense_bytes=dense)
-        return HeadCosts(_head_bytes(head, min(tokens, hidden), config.head_chunk_size), gradient_bytes, sum(at.values()))
+        at_work = _head_bytes(head, min(tokens, hidden), config.head_chunk_size)
+        return HeadCosts(at_work, gradient_bytes, sum(at.values()), 0.0 if tied else _bytes_of(head))
 
     with temporary_attribute(installed.stream, "head", costs):
         yield

@@ -69,7 +69,7 @@ def grpo_loss(
 
     Args:
         logprobs: (B, T), by the policy, under the temperature that completions were sampled with.
-        advantages: (B,) or (B, T).
+        advantages: (B,), (B, 1) or (B, T).
         mask: (B, T), true for the tokens that count: not padding, and no token of a truncated completion if those are left out.
         old_logprobs: (B, T), by the policy that sampled; None when that is this one, which makes every ratio 1.
         ref_logprobs: (B, T), by the reference; needed when `beta` is not 0.
@@ -90,6 +90,11 @@ def grpo_loss(
     if loss_type == "dr_grpo" and max_completion_length is None:
         raise ValueError("dr_grpo divides by max_completion_length, which is None. Pass the longest completion that was allowed.")
     advantages_B1 = advantages.unsqueeze(1) if advantages.ndim == 1 else advantages
+    if advantages_B1.shape not in ((logprobs.shape[0], 1), logprobs.shape):
+        raise ValueError(
+            f"advantages have shape {tuple(advantages.shape)}, and logprobs {tuple(logprobs.shape)}. Pass one advantage for each "
+            "completion, or one for each token."
+        )
     old_BT = logprobs.detach() if old_logprobs is None else old_logprobs
     log_ratio_BT = logprobs - old_BT
     length_B1 = mask.sum(dim=1, keepdim=True).clamp(min=1)

@@ -14,22 +14,24 @@ from torch import Tensor
 PLAN_SECONDS = 0.17
 # Seconds a FLOP that flash takes longer, over forward and backward: 1 / 310 TFLOP/s - 1 / 560 TFLOP/s.
 FLASH_LOSS = 1.0 / 310e12 - 1.0 / 560e12
+SHAPES = 10_000  # that are remembered; programs whose lengths are ever new would else fill the memory, slowly
 
 
 class PlanPrices:
     """What each shape has lost so far on the kernel without plans."""
 
     def __init__(self) -> None:
-        self._lost_seconds: dict[tuple, float] = {}
+        self._lost_seconds: dict[tuple, float] = {}  # the shape that was asked for last at the end
 
     def is_worth_a_plan(self, query_BHLD: Tensor, key_BGSD: Tensor, causal: bool) -> bool:
         """Asked once before each forward and each backward of a block; counts the call if the answer is no."""
         shape = (*query_BHLD.shape, *key_BGSD.shape[1:3], query_BHLD.dtype, query_BHLD.device.index, causal)
-        lost = self._lost_seconds.get(shape, 0.0)
-        if lost >= PLAN_SECONDS:
-            return True
-        self._lost_seconds[shape] = lost + FLASH_LOSS * _flops(query_BHLD, key_BGSD, causal)
-        return False
+        lost = self._lost_seconds.pop(shape, 0.0)
+        is_worth = lost >= PLAN_SECONDS
+        self._lost_seconds[shape] = lost if is_worth else lost + FLASH_LOSS * _flops(query_BHLD, key_BGSD, causal)
+        if len(self._lost_seconds) > SHAPES:
+            del self._lost_seconds[next(iter(self._lost_seconds))]
+        return is_worth
 
 
 def _flops(query_BHLD: Tensor, key_BGSD: Tensor, causal: bool) -> float:

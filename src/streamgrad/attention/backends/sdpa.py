@@ -124,5 +124,6 @@ def _aligned(bias: Tensor | None, heads: slice, query_BHLD: Tensor, key_BGSD: Te
     if bias.shape[1] > 1:
         bias = bias[:, heads]
     keys = bias.shape[-1]
-    bias = torch.nn.functional.pad(bias, (0, -keys % 8))[..., :keys]
+    if keys % 8:
+        bias = torch.nn.functional.pad(bias, (0, -keys % 8))[..., :keys]
     return bias.expand(query_BHLD.shape[0], key_BGSD.shape[1], query_BHLD.shape[2], keys)
