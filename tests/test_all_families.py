@@ -38,6 +38,8 @@ SHAPE = {
     "n_group": 2, "topk_group": 1,
     "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "shared_intermediate_size": 16,
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+    "linear_num_heads": 4, "linear_head_dim": 8,
 }  # fmt: skip
 
 _MLA = {"num_key_value_heads": 4}  # latent attention: as many key as query heads
@@ -49,6 +51,7 @@ _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chu
 # switches on the parts that real checkpoints have and default configurations do not.
 OVERRIDES: dict[str, dict] = {
     "axk1": _MLA,
+    "bailing_hybrid": _MLA,
     "bamba": _MAMBA | {"attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 64},
     "cohere_compass_text": {
@@ -73,6 +76,7 @@ OVERRIDES: dict[str, dict] = {
     "glm4_moe_lite": _MLA,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
     "granitemoehybrid": _MAMBA | {"layer_types": ["mamba", "attention"]},
+    "kimi_linear": _MLA,
     "laguna": _MIXED | {"num_attention_heads_per_layer": [4, 4]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
@@ -121,28 +125,29 @@ SKIPPED = {
 }
 
 STREAMED = {
-    "afmoe", "apertus", "arcee", "aria_text", "axk1", "bitnet", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text",
-    "ctrl", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "dots1", "emu3", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe",
-    "flex_olmo", "flint", "fuyu", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe",
-    "glm4_moe_lite", "got_ocr2", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "granite_swa",
-    "granitemoe", "granitemoe_swa", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax",
-    "jais2", "jetmoe", "kolibri1", "laguna", "llama", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral",
-    "ministral3", "mistral", "mixtral", "moshi", "moss_transcribe_diarize", "nanochat", "nemotron", "olmo", "olmo2", "olmo3",
-    "olmoe", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss",
-    "smollm3", "solar_open", "starcoder2", "vaultgemma", "youtu",
+    "afmoe", "apertus", "arcee", "aria_text", "axk1", "bailing_hybrid", "biogpt", "bitnet", "cohere", "cohere2", "cohere2_moe",
+    "cohere_compass_text", "ctrl", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "dots1", "emu3", "ernie4_5", "ernie4_5_moe",
+    "exaone4", "exaone_moe", "flex_olmo", "flint", "fuyu", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4_unified_text",
+    "glm", "glm4", "glm4_moe", "glm4_moe_lite", "got_ocr2", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "granite",
+    "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense",
+    "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "jetmoe", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe",
+    "llama", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "moshi",
+    "moss_transcribe_diarize", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "persimmon",
+    "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text",
+    "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma",
+    "youtu",
 }  # fmt: skip
 
 REFUSED = {
-    "axk2", "bailing_hybrid", "bamba", "bart", "beam", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt",
-    "blenderbot", "blenderbot-small", "bloom", "blt", "camembert", "codegen", "cpmant", "data2vec-text", "deepseek_v32",
-    "deepseek_v4", "diffllama", "doge", "electra", "ernie", "falcon", "falcon_h1", "falcon_mamba", "gemma3n_text", "gemma4",
-    "gemma4_text", "gemma4_unified", "git", "glm_moe_dsa", "gpt_neo", "gpt_neox_japanese", "gptj", "granitemoehybrid",
-    "hrm_text", "hy_v4", "inkling_text", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "llama4", "llama4_text", "longcat_flash",
-    "mamba", "mamba2", "marian", "mbart", "megatron-bert", "minimax", "minimax_m3_vl_text", "mllama", "modernbert-decoder",
-    "mpt", "mvp", "nemotron_h", "olmo_hybrid", "openai-gpt", "opt", "pegasus", "plbart", "prophetnet", "qwen3_5", "qwen3_5_moe",
-    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "reformer", "rembert",
-    "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "rwkv", "stablelm", "trocr", "whisper", "xglm", "xlm",
-    "xlm-roberta", "xlm-roberta-xl", "xlnet", "xlstm", "xmod", "zamba", "zamba2", "zaya",
+    "axk2", "bamba", "bart", "beam", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small",
+    "bloom", "blt", "camembert", "codegen", "cpmant", "data2vec-text", "deepseek_v32", "deepseek_v4", "diffllama", "doge",
+    "electra", "ernie", "falcon", "falcon_h1", "falcon_mamba", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "git",
+    "glm_moe_dsa", "gpt_neo", "gpt_neox_japanese", "gptj", "hrm_text", "hy_v4", "inkling_text", "jamba", "llama4",
+    "llama4_text", "longcat_flash", "mamba", "mamba2", "marian", "mbart", "megatron-bert", "minimax", "minimax_m3_vl_text",
+    "mllama", "modernbert-decoder", "mpt", "mvp", "nemotron_h", "openai-gpt", "pegasus", "plbart", "prophetnet", "qwen4_exp",
+    "qwen4_exp_text", "recurrent_gemma", "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer",
+    "rwkv", "trocr", "whisper", "xglm", "xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xlstm", "xmod", "zamba", "zamba2",
+    "zaya",
 }  # fmt: skip
 
 
@@ -230,6 +235,13 @@ def test_family_is_streamed_exactly_or_refused(family):
         streamed = is_streamed(model)
     if family in STREAMED | REFUSED:
         assert streamed == (family in STREAMED)
+
+
+def test_gemma_4_without_embeddings_for_each_layer_is_streamed():
+    """As its larger models are; those with them (E2B, E4B) are refused."""
+    model = small_model("gemma4_text", hidden_size_per_layer_input=0)
+    with no_float32():
+        assert is_streamed(model)
 
 
 @pytest.mark.parametrize(

@@ -72,10 +72,10 @@ def test_models_that_cannot_be_streamed_are_refused_by_name(make, words):
     assert "forward" not in vars(model)
 
 
-def test_linear_attention_layers_are_refused_by_type():
+def test_layers_of_unknown_types_are_refused_by_type():
     model = tiny_model("qwen3")
-    model.config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(ValueError, match="linear_attention, and only full"):
+    model.config.layer_types = ["full_attention", "hybrid"]
+    with pytest.raises(ValueError, match="hybrid, and only full"):
         streamgrad.enable(model)
 
 

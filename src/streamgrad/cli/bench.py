@@ -186,7 +186,8 @@ def bench_step(
 
 def _refuse_unread(context: typer.Context, when: str, *names: str) -> None:
     for name in names:
-        if context.get_parameter_source(name).name != "DEFAULT":
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
             raise ValueError(f"--{name.replace('_', '-')} has no effect {when}. Leave one of the two out.")
 
 

@@ -102,8 +102,27 @@ class Attended:
     dropped_BHLS: Tensor | None = None
 
 
+class LayerChunk:
+    """What chunks of all kinds of layers offer: beside hidden states, tensors may go in and out that gradients flow through."""
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """Leaves of the chunk's graph."""
+        return []
+
+    def outputs(self) -> list[tuple[Tensor, Tensor]]:
+        """Each with its gradient."""
+        return []
+
+    def settle(self) -> None:
+        """Backward has gone through the chunk."""
+
+    def release(self) -> None:
+        """Drop the tensors that tie a finished chunk to its graph."""
+
+
 @dataclass
-class Chunk:
+class Chunk(LayerChunk):
     """Cache and mask of one layer call over `[start, stop)`; see the module's docstring.
 
     The span counts tokens of this process, which is what the layer's arguments are cut to. `span` counts tokens of the sequence,
@@ -172,7 +191,6 @@ class Chunk:
         raise SeamError("its layers index their mask or cache themselves")
 
     def release(self) -> None:
-        """Drop the tensors that tie a finished chunk to its graph."""
         self.own = self.cached = None
 
 

@@ -49,7 +49,7 @@ class StreamedCall:
     """
 
     layer: nn.Module
-    run: Callable[[Tensor, Chunk], Tensor]
+    run: Callable[[Tensor, Any], Tensor]
     mask: object
     backends: list
     chunk_size: int
@@ -78,14 +78,18 @@ class StreamedCall:
         """Of the input's device and the layer's: a model spread over devices moves the input inside the layer's forward."""
         return RandomTape([h_BTE.device, *(parameter.device for parameter in self.layer.parameters())])
 
-    def spans(self, h_BTE: Tensor) -> list[tuple[int, int]]:
-        return spans(h_BTE.shape[1], self.chunk_size)
+    def spans(self, length: int) -> list[tuple[int, int]]:
+        return spans(length, self.chunk_size)
+
+    def spans_of_keys(self, length: int) -> list[tuple[int, int]]:
+        """Of the chunks that are run up to their keys, where those are not kept."""
+        return self.spans(length)
 
     def kept(self, h_BTE: Tensor) -> Kept:
         may_move = self.policy.on_host and h_BTE.device.type == "cuda"
         if may_move and all(parameter.device == h_BTE.device for parameter in self.layer.parameters()):
-            return KeptOnHost(h_BTE, self.spans(h_BTE), self.host_store)
-        return KeptOnDevice(h_BTE, self.spans(h_BTE))
+            return KeptOnHost(h_BTE, self.spans(h_BTE.shape[1]), self.host_store)
+        return KeptOnDevice(h_BTE, self.spans(h_BTE.shape[1]))
 
     def chunk(self, span: tuple[int, int], stream: KeyValueStream, **options: Any) -> Chunk:
         return Chunk(*span, stream=stream, mask=self.mask, backends=self.backends, exchange=self.exchange, **options)
@@ -93,6 +97,11 @@ class StreamedCall:
     def new_stream(self, length: int, tensors: tuple[Tensor, Tensor] | None = None) -> KeyValueStream:
         """For the whole sequence of which this process has `length` tokens."""
         return KeyValueStream(self.exchange.ranks * length, tensors)
+
+    def check_chunks(self, chunk: Chunk, h_BTE: Tensor) -> None:
+        """Raise where the first chunk has shown code that may not be the same in chunks."""
+        if chunk.made_after_update:
+            _check_keys_of_single_tokens(self, h_BTE)
 
 
 class _StreamedLayer(torch.autograd.Function):
@@ -116,7 +125,7 @@ class _StreamedLayer(torch.autograd.Function):
         call: StreamedCall = ctx.call
         expectation: Expectation = ctx.expectation
         expectation.check_unchanged()
-        chunks = list(enumerate(spans(ctx.h_shape[1], call.chunk_size)))
+        chunks = list(enumerate(call.spans(ctx.h_shape[1])))
         shadows = Shadows(ctx.parameters, summed=len(chunks) > 1)
         dh_BTE: Tensor | None = None
         with shadows.installed_in(call.layer):
@@ -131,16 +140,21 @@ class _StreamedLayer(torch.autograd.Function):
                 chunk.release()
                 expectation.note_again(index, out_BLE)
                 if index == len(chunks) - 1:
-                    check_leaves(out_BLE, [h_BLE, *shadows.tensors], call.layer)
-                if out_BLE.requires_grad:  # not where a layer's only trainable parameter is one it does not use
-                    torch.autograd.backward(out_BLE, dout_BTE[:, start:stop])
+                    check_leaves(out_BLE, [h_BLE, *shadows.tensors, *chunk.inputs], call.layer)
+                # None where a layer's only trainable parameter is one it does not use.
+                outputs = [(out_BLE, dout_BTE[:, start:stop]), *chunk.outputs()]
+                outputs = [(output, gradient) for output, gradient in outputs if output.requires_grad]
+                if outputs:
+                    torch.autograd.backward([output for output, _ in outputs], [gradient for _, gradient in outputs])
+                chunk.settle()
                 if ctx.needs_input_grad[1]:
                     if len(chunks) == 1:
                         dh_BTE = gradient_of_input(h_BLE, call.layer)
                     else:
                         dh_BTE = h_BLE.new_empty(ctx.h_shape) if dh_BTE is None else dh_BTE
                         dh_BTE[:, start:stop] = gradient_of_input(h_BLE, call.layer)
-                del h_BLE, attended, chunk, out_BLE  # which would be held, with their gradients, while the next chunk runs
+                # Else they would be held, with their gradients, while the next chunk runs.
+                del h_BLE, attended, chunk, out_BLE, outputs
         expectation.check_outcome_later(in_16_bits=ctx.autocast.enabled or ctx.h_dtype.itemsize == 2)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             # A program may hold on to its last loss, and with it to this node.
@@ -159,13 +173,13 @@ def _forward(
     buffers = list(call.layer.buffers())
     versions = [buffer._version for buffer in buffers]
     keep_attention = kept is not None and call.policy.keep == "attention"
-    for index, (start, stop) in enumerate(call.spans(h_BTE)):
+    for index, (start, stop) in enumerate(call.spans(h_BTE.shape[1])):
         chunk = call.chunk((start, stop), stream, keep_attention=keep_attention)
         with tape.recording(index):
             out_BLE = call.run(h_BTE[:, start:stop], chunk)
         chunk.check_finished()
-        if chunk.made_after_update and stop < h_BTE.shape[1]:
-            _check_keys_of_single_tokens(call, h_BTE)
+        if index == 0 and stop < h_BTE.shape[1]:
+            call.check_chunks(chunk, h_BTE)
         replaced = index == 0 and not all(map(operator.is_, call.layer.buffers(), buffers))
         if replaced or [buffer._version for buffer in buffers] != versions:
             raise SeamError("its layers change a buffer in forward, which would happen once a chunk and again in backward")
@@ -188,14 +202,14 @@ def _restore_stream(call: StreamedCall, tape: RandomTape, reader: Reader, length
     if reader.has_attention:
         return call.new_stream(length, reader.keys_and_values())
     stream = call.new_stream(length)
-    for index, span in enumerate(spans(length, call.chunk_size)):
+    for index, span in enumerate(call.spans_of_keys(length)):
         h_BLE, _ = reader.chunk(index)
         with torch.no_grad(), tape.replaying(index):
-            _write_keys(call, h_BLE, span, stream)
+            write_keys(call, h_BLE, span, stream)
     return stream
 
 
-def _write_keys(call: StreamedCall, h_BLE: Tensor, span: tuple[int, int], stream: KeyValueStream) -> None:
+def write_keys(call: StreamedCall, h_BLE: Tensor, span: tuple[int, int], stream: KeyValueStream) -> None:
     with contextlib.suppress(StopAtKeys):
         call.run(h_BLE, call.chunk(span, stream, stop_at_keys=True))
 
@@ -210,9 +224,9 @@ def _check_keys_of_single_tokens(call: StreamedCall, h_BTE: Tensor) -> None:
         return
     call = replace(call, exchange=ALONE)  # whether other ranks ask too is not known here
     of_two, of_one = call.new_stream(2), call.new_stream(2)
-    with torch.no_grad(), _in_eval_mode(call.layer):  # as draws of a dropout do depend on a chunk
-        _write_keys(call, h_BTE[:, :2], (0, 2), of_two)
-        _write_keys(call, h_BTE[:, 1:2], (1, 2), of_one)
+    with torch.no_grad(), in_eval_mode(call.layer):  # as draws of a dropout do depend on a chunk
+        write_keys(call, h_BTE[:, :2], (0, 2), of_two)
+        write_keys(call, h_BTE[:, 1:2], (1, 2), of_one)
     for expected, actual in zip(of_two.read(1, 2), of_one.read(1, 2), strict=True):
         if (actual - expected).norm() > _LARGEST_ROUNDING * expected.norm():
             raise SeamError(
@@ -222,7 +236,7 @@ def _check_keys_of_single_tokens(call: StreamedCall, h_BTE: Tensor) -> None:
 
 
 @contextlib.contextmanager
-def _in_eval_mode(layer: nn.Module) -> Iterator[None]:
+def in_eval_mode(layer: nn.Module) -> Iterator[None]:
     training = [module for module in layer.modules() if module.training]
     for module in training:
         module.training = False

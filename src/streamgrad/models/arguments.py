@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from streamgrad.core.chunk import Chunk, SeamError
+from streamgrad.core.states import StateChunk
 from streamgrad.models.forwards import named_arguments, signature_of
 
-CACHE_NAMES = ("past_key_values", "layer_past", "past_key_value")
+CACHE_NAMES = ("past_key_values", "layer_past", "past_key_value", "cache_params")
 
 # The axis of each per-token argument that runs over the sequence.
-_TOKEN_AXIS = {"position_ids": -1, "position_embeddings": -2, "cache_position": 0, "seq_idx": -1}
+_TOKEN_AXIS = {"position_ids": -1, "position_embeddings": -2, "cache_position": 0, "seq_idx": -1, "attention_mask": -1}
 # Arguments about the batch as a whole.
 _WHOLE = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch", "ignore_index", "shift_labels"}
 
@@ -51,10 +52,12 @@ class LayerArguments:
             _check_argument(name, value)
         return hidden_states, cls(forward, attention_mask, values, cache_name)
 
-    def run(self, h_BLE: Tensor, chunk: Chunk) -> Tensor:
+    def run(self, h_BLE: Tensor, chunk: Chunk | StateChunk) -> Tensor:
         """The layer's hidden states for one chunk; a layer that wraps them in a 1-tuple is unwrapped."""
         others = {name: _cut(name, value, chunk.start, chunk.stop) for name, value in self.others.items()}
-        out = self.forward(h_BLE, attention_mask=chunk, **{self.cache_name: chunk}, **others)
+        # Layers without attention are given which tokens are padding, (B, T), and set these to zero.
+        mask = chunk if isinstance(chunk, Chunk) else _cut("attention_mask", self.attention_mask, chunk.start, chunk.stop)
+        out = self.forward(h_BLE, attention_mask=mask, **{self.cache_name: chunk}, **others)
         if isinstance(out, tuple):
             if len(out) != 1:
                 raise SeamError(f"its layers return {len(out)} values, and only hidden states can be streamed")

@@ -81,6 +81,8 @@ class LogitsPlaceholder(dict):
     def float(self) -> LogitsPlaceholder:
         return self
 
+    contiguous = float
+
     def __getattr__(self, name: str) -> Any:
         raise UnknownSeamAttribute(f"its forward, or a hook, reads {name!r} of logits that are never made while streaming")
 

@@ -19,9 +19,11 @@ from streamgrad.attention.backends import Backend, backends_named
 from streamgrad.attention.masks import CausalMask, DenseMask
 from streamgrad.config import StreamConfig
 from streamgrad.core.chunk import Chunk, SeamError
+from streamgrad.core.exchange import Exchange
 from streamgrad.core.layer import StreamedCall
 from streamgrad.core.moments import LayerPolicy
 from streamgrad.core.policy import Plan
+from streamgrad.core.states import StatefulCall
 from streamgrad.core.storage import HostStore
 from streamgrad.models.arguments import LayerArguments
 from streamgrad.models.attention import streamed_attention_in
@@ -30,7 +32,14 @@ from streamgrad.models.forwards import named_arguments, own_forward, temporary_a
 from streamgrad.models.fusion import Fusion
 from streamgrad.models.masks import layer_mask, with_documents
 from streamgrad.models.planning import HeadCosts, Planner
-from streamgrad.models.support import attention_configs, decoder_layers, foreign_attention, layer_refusals, modules_of
+from streamgrad.models.support import (
+    attention_configs,
+    decoder_layers,
+    foreign_attention,
+    is_stateful,
+    layer_refusals,
+    modules_of,
+)
 
 # By the id of the mask a layer was given, which is held as well: no other can come to stand at its address.
 _Masks = dict[int, tuple[object, CausalMask | DenseMask]]
@@ -157,9 +166,12 @@ class _DecoderCall:
                 with streamed_attention_in(configs), fusion.installed():
                     return arguments.run(h_BLE, chunk)
 
-            mask = self._mask(arguments, h_BTE)
+            stateful = is_stateful(modules)
+            if stateful:
+                _refuse_for_states(arguments, self.sequences.exchange)
+            mask = None if stateful else self._mask(arguments, h_BTE)
             plan = self._plan(h_BTE, run, mask)
-            call = StreamedCall(
+            call = (StatefulCall if stateful else StreamedCall)(
                 layer=layer,
                 run=run,
                 mask=mask,
@@ -201,6 +213,19 @@ class _DecoderCall:
                 layers, chunk_size = len(self.layers), planner.chunk_size(*h_BTE.shape[:2])
                 self.plan = Plan((LayerPolicy("input"),) * layers, (chunk_size,) * layers, 0.0, 0.0)
         return self.plan
+
+
+def _refuse_for_states(arguments: LayerArguments, exchange: Exchange) -> None:
+    if exchange.ranks > 1:
+        raise SeamError("some of its layers hand a state from token to token, and ranks share its sequences")
+    for name in ("cu_seq_lens_q", "seq_idx"):
+        if arguments.others.get(name) is not None:
+            raise SeamError(f"it was called with {name}, and states of layers that begin anew inside of a sequence are not known")
+    mask = arguments.attention_mask
+    if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
+        raise SeamError(
+            f"its layers with states are given a {type(mask).__name__} as their mask, and not which tokens are padding"
+        )
 
 
 def _mask_of(arguments: LayerArguments, length: int, chunk_size: int) -> CausalMask | DenseMask:

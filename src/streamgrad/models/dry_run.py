@@ -32,7 +32,7 @@ from streamgrad.models.decoder import DecoderStream, decoder_forward
 from streamgrad.models.forwards import InstalledForward
 from streamgrad.models.presets import short_reason, with_layers
 from streamgrad.models.shape import LayerProfile, ModelShape
-from streamgrad.models.support import decoder_layers, find_decoder, sliding_window
+from streamgrad.models.support import decoder_layers, find_decoder, has_states, sliding_window
 
 TOKENS = 512
 
@@ -105,6 +105,11 @@ def profile_layer(model: PreTrainedModel, *, fused_parts: bool) -> LayerProfile:
     `fused_parts` says whether norms, rotary embeddings and activations run as single kernels, as they do on a GPU in 16 bits.
     """
     decoder = find_decoder(model)
+    if has_states(decoder):
+        raise ValueError(
+            f"{type(model).__name__} can be streamed, but not planned for: its layers are of several kinds, and what one of them "
+            "takes does not tell what the others do."
+        )
     stream = DecoderStream(StreamConfig(compile="on" if fused_parts else "off"))
     recorder = _Recorder()
     stream.backends, stream.planner = [recorder.attention], recorder  # type: ignore[assignment]

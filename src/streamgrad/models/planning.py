@@ -20,7 +20,7 @@ from streamgrad.core.probe import PROBED_TOKENS, measured_costs
 from streamgrad.core.storage import HostStore
 from streamgrad.head.chunk_size import SHORTEST_CHUNK
 from streamgrad.models.forwards import InstalledForward, temporary_attribute
-from streamgrad.models.support import decoder_layers, modules_of
+from streamgrad.models.support import decoder_layers, has_states, modules_of
 
 logger = logging.getLogger("streamgrad")
 
@@ -67,7 +67,7 @@ class Planner:
     ) -> Plan:
         """For a decoder whose first layer is about to run on `h_BTE` through `run` (see `StreamedCall`)."""
         config, batch, sequence = self.config, h_BTE.shape[0], h_BTE.shape[1]
-        if not self._must_measure(layers, h_BTE):
+        if not self._must_measure(decoder, layers, h_BTE):
             keep = "input" if config.keep == "auto" else config.keep
             policies = (LayerPolicy(keep, on_host=config.offload == "host" and keep != "all"),) * len(layers)
             self.latest = Plan(policies, (self.chunk_size(batch, sequence),) * len(layers), 0.0, 0.0)
@@ -111,9 +111,17 @@ class Planner:
         self.latest = plan
         return plan
 
-    def _must_measure(self, layers: list[nn.Module], h_BTE: Tensor) -> bool:
+    def _must_measure(self, decoder: nn.Module, layers: list[nn.Module], h_BTE: Tensor) -> bool:
         """Where there is something to decide, and memory to decide it by."""
         config = self.config
+        if has_states(decoder):
+            if config.budget_bytes is not None:
+                raise ValueError(
+                    f"memory_budget={config.memory_budget!r} cannot be planned for {type(decoder).__name__}: its layers are of "
+                    "several kinds, and what one of them takes does not tell what the others do. Pass keep, offload and "
+                    "chunk_size instead."
+                )
+            return False
         if config.budget_bytes is not None:
             return True
         if h_BTE.device.type != "cuda" or len({next(layer.parameters()).device for layer in layers}) > 1:

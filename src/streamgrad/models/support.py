@@ -7,6 +7,7 @@ that cannot be cut) raises `SeamError` there, so nothing is ever run wrongly.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,7 +24,9 @@ from streamgrad.models.forwards import own_forward
 # Rotary embeddings whose frequencies follow the longest position they are shown: a chunk would show them its own.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _TOKEN_MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.modules.batchnorm._BatchNorm)
-_STREAMABLE_LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Layers whose memory of earlier tokens is a state (`core.states`), in transformers' names.
+_STATEFUL_LAYER_TYPES = {"linear_attention", "conv"}
+_STREAMABLE_LAYER_TYPES = {"full_attention", "sliding_attention", *_STATEFUL_LAYER_TYPES}
 
 
 def unwrap(model: Any) -> PreTrainedModel:
@@ -77,10 +80,10 @@ def layer_refusals(modules: list[nn.Module]) -> Iterator[str]:
 
     And what an engine gathers in parts: it would do so once a chunk, and each rank has its own number of those.
     """
-    layer = modules[0]
+    layer, stateful = modules[0], is_stateful(modules)
     for module in modules:
         own = module.__dict__
-        reason = _class_refusal(type(module))  # type: ignore[arg-type]
+        reason = _class_refusal(type(module)) if not (stateful and isinstance(module, nn.Conv1d)) else None  # type: ignore[arg-type]
         if reason is not None and (module is not layer or not isinstance(module, FSDPModule)):
             yield reason.format(place=_place(layer, module), layer=type(layer).__name__)
         if follows_length(module):
@@ -98,6 +101,18 @@ def layer_refusals(modules: list[nn.Module]) -> Iterator[str]:
                 f"ZeRO-3 gathers the parameters of {type(layer).__name__} module by module; so that a layer is gathered as a "
                 "whole, call streamgrad.distributed.make_zero3_leaves(model) before deepspeed.initialize or accelerator.prepare"
             )
+
+
+def is_stateful(modules: list[nn.Module]) -> bool:
+    """Of a layer's modules: whether they hand a state from token to token, in the place of attention."""
+    names = {module.__dict__.get(name) for module in modules for name in ("layer_type", "block_type")}
+    return not names.isdisjoint(_STATEFUL_LAYER_TYPES)
+
+
+def has_states(decoder: nn.Module) -> bool:
+    """Whether some of its layers have states."""
+    config = getattr(decoder, "config", None)
+    return not _STATEFUL_LAYER_TYPES.isdisjoint(getattr(config, "layer_types", None) or ())
 
 
 def _place(layer: nn.Module, module: nn.Module) -> str:
@@ -174,10 +189,13 @@ def _refusals(decoder: Any, layers: list[nn.Module], config: Any) -> Iterator[st
     """Why the decoder cannot be streamed exactly, the most telling reason first."""
     kinds = set(getattr(config, "layer_types", None) or ()) - _STREAMABLE_LAYER_TYPES
     if kinds:
-        yield f"it has layers of type {', '.join(sorted(kinds))}, and only full and sliding-window attention is streamed"
+        yield f"it has layers of type {', '.join(sorted(kinds))}, and only full, sliding-window and linear attention and convolutions are streamed"
     for layer in layers:
         yield from layer_refusals(modules_of(layer))
-    if not isinstance(decoder, PreTrainedModel) or not getattr(decoder, "_supports_attention_backend", False):
+    with_attention = [layer for layer in layers if not is_stateful(modules_of(layer))]
+    if not isinstance(decoder, PreTrainedModel) or not (
+        getattr(decoder, "_supports_attention_backend", False) or all(map(_looks_attention_up, with_attention))
+    ):
         yield "its attention does not go through transformers' AttentionInterface"
     yield from foreign_attention(attention_configs(modules_of(decoder, but_for=layers)), layers[0])
     heads, key_heads = (getattr(config, f"num_{name}_heads", None) for name in ("attention", "key_value"))
@@ -193,6 +211,12 @@ def _refusals(decoder: Any, layers: list[nn.Module], config: Any) -> Iterator[st
     for layer in layers:
         if cache_argument(own_forward(layer)) is None:
             yield f"{type(layer).__name__} takes no key/value cache (none of {', '.join(CACHE_NAMES)})"
+
+
+def _looks_attention_up(layer: nn.Module) -> bool:
+    """In transformers' table of attention functions, by the code of its modules: not all models that do say so."""
+    calls = [inspect.unwrap(type(module).forward) for module in modules_of(layer)]
+    return any("ALL_ATTENTION_FUNCTIONS" in call.__code__.co_names for call in calls if hasattr(call, "__code__"))
 
 
 def sliding_window(config: Any) -> int | None:
