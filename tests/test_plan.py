@@ -398,7 +398,7 @@ def test_what_is_no_causal_language_model_is_refused_in_one_line(kind, reason, t
 
 
 def test_a_model_that_cannot_be_streamed_is_refused():
-    config = AutoConfig.for_model("mamba", hidden_size=16, num_hidden_layers=1, vocab_size=32)
+    config = AutoConfig.for_model("bloom", hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
     with pytest.raises(ValueError, match="cannot be streamed"):
         streamgrad.estimate(config, 100)
 

@@ -46,6 +46,15 @@ class Shadow(Tensor):
             shadow.grad_dtype = sum_dtype  # what other operations give is summed by autograd
         return shadow
 
+    def register_hook(self, hook: Any) -> Any:
+        """Nor `register_post_accumulate_grad_hook`: a hook would be called with the sum so far, once a chunk."""
+        raise RuntimeError(
+            "a module registers a hook on its own parameter while it runs, as tensor parallelism does, and would be called for "
+            "each chunk of a sequence instead of once. Call streamgrad.disable(model) to train it without."
+        )
+
+    register_post_accumulate_grad_hook = register_hook
+
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():

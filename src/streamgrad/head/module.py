@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from streamgrad.core.checks import check_leaves, gradient_of_input
 from streamgrad.core.functions import first_order_only
 from streamgrad.core.shadows import Shadows, trainable_parameters
-from streamgrad.core.sums import accumulator_dtype
+from streamgrad.core.sums import accumulator_dtype, zeros_for_sum
 from streamgrad.head.logits import LogitMap
 from streamgrad.head.rows import TargetRows
 
@@ -28,6 +28,11 @@ def summed_module_cross_entropy(
     `run` is the module's own forward; it reads the parameters of `module` and no others that need a gradient.
     """
     parameters = trainable_parameters(module)
+    if any(hasattr(parameter, "ds_id") for parameter in parameters):
+        raise ValueError(
+            f"a trainable {type(module).__name__} in the place of the language-modelling head cannot be streamed under ZeRO-3, "
+            "which gathers its parameters module by module. Leave the head out of the adapters, or use ZeRO-2 or FSDP2."
+        )
     if not torch.is_grad_enabled() or not (hidden_NE.requires_grad or parameters):
         with torch.no_grad():
             return _total(module, run, hidden_NE, rows, logit_map), rows.count
@@ -51,7 +56,10 @@ class _ModuleCrossEntropy(torch.autograd.Function):
             total = _total(module, run, hidden_NE, rows, logit_map, dhidden_NE, shadows.tensors)
         # fp32 sums are kept unscaled; casting them before they are scaled would round twice.
         ctx.parameter_dtypes = [parameter.dtype for parameter in parameters]
-        ctx.save_for_backward(dhidden_NE, *shadows.take_sums())
+        sums = shadows.take_sums()
+        if not rows.count:  # then no chunk has run, and engines wait for a gradient from every rank
+            sums = [zeros_for_sum(parameter) for parameter in parameters]
+        ctx.save_for_backward(dhidden_NE, *sums)
         return total
 
     @staticmethod

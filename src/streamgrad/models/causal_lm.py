@@ -225,9 +225,14 @@ class _HeadJob:
         else:
             total, count = summed_module_cross_entropy(self.head, self.run, hidden_NE, self.rows, self.stream.logit_map)
         self.is_done = True
-        return LogitsPlaceholder(mean_of(total, count) if items is None else total / items)
+        loss = mean_of(total, count) if items is None else total / items
+        self.dtype = loss.dtype
+        return LogitsPlaceholder(loss)
 
     def loss_function(self, logits: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if type(logits) is dict and logits.keys() == {"loss"} and logits["loss"].dtype == self.dtype:
+            # An engine that casts what modules return has made a copy of it.
+            logits = LogitsPlaceholder(logits["loss"])
         if not isinstance(logits, LogitsPlaceholder) or logits.logit_map != self.stream.logit_map or not self.is_done:
             raise SeamError("its forward treats the logits differently from when it was enabled; enable it again")
         return logits["loss"]

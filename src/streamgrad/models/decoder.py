@@ -89,7 +89,8 @@ def _should_stream(decoder: Any, stream: DecoderStream, arguments: dict[str, Any
     has_cache = arguments.get("past_key_values") is not None
     wanted = ("output_attentions", "output_router_logits")
     wants_more = any(arguments.get(name) or getattr(decoder.config, name, False) for name in wanted)
-    if fills_cache or has_cache or wants_more:
+    is_paged = arguments.get("cache") is not None  # of continuous batching
+    if fills_cache or has_cache or wants_more or is_paged:
         return False
     return tokens is not None and tokens.shape[1] > stream.planner.chunk_size(*tokens.shape[:2])
 

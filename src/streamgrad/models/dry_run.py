@@ -41,7 +41,11 @@ def model_shape(config: PretrainedConfig, *, dtype: torch.dtype = torch.bfloat16
     """Of the causal language model that transformers builds from `config`. Costs are those of its first layer."""
     text = config.get_text_config(decoder=True)
     whole = meta_model(config, dtype=dtype)
-    find_decoder(whole)  # refuses what cannot be streamed
+    if has_states(find_decoder(whole)):  # which refuses what cannot be streamed
+        raise ValueError(
+            f"{type(whole).__name__} cannot be planned for: its layers are of several kinds, and what one of them takes does not "
+            "tell what the others do."
+        )
     inside = sum(parameter.numel() for layer in decoder_layers(whole.get_decoder()) for parameter in layer.parameters())
     total, layers = sum(parameter.numel() for parameter in whole.parameters()), text.num_hidden_layers
     head = whole.get_output_embeddings()
@@ -105,11 +109,6 @@ def profile_layer(model: PreTrainedModel, *, fused_parts: bool) -> LayerProfile:
     `fused_parts` says whether norms, rotary embeddings and activations run as single kernels, as they do on a GPU in 16 bits.
     """
     decoder = find_decoder(model)
-    if has_states(decoder):
-        raise ValueError(
-            f"{type(model).__name__} can be streamed, but not planned for: its layers are of several kinds, and what one of them "
-            "takes does not tell what the others do."
-        )
     stream = DecoderStream(StreamConfig(compile="on" if fused_parts else "off"))
     recorder = _Recorder()
     stream.backends, stream.planner = [recorder.attention], recorder  # type: ignore[assignment]

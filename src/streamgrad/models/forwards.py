@@ -41,7 +41,8 @@ class InstalledForward:
     def remove(self) -> None:
         self.stream = None
         self.module.__dict__.pop("_streamgrad", None)
-        if self.module.__dict__.get("forward") is self:
+        installed = self.module.__dict__.get("forward")
+        if installed is self or getattr(installed, "__func__", None) is self:
             del self.module.__dict__["forward"]
             if self._replaced is not None:
                 self.module.__dict__["forward"] = self._replaced
@@ -56,6 +57,8 @@ class InstalledForward:
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is self.module:  # Accelerate, when it unwraps a model, makes a method of whatever it finds
+            args = args[1:]
         if self.stream is None:
             return self.stock(*args, **kwargs)
         return self.function(self.module, self.stock, self.stream, *args, **kwargs)

@@ -11,8 +11,10 @@ import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -54,6 +56,11 @@ def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} cannot be streamed: it is an encoder-decoder. Pass a decoder-only causal language model.")
+    if (getattr(model, "tp_size", None) or 1) > 1:
+        raise ValueError(
+            f"{name} cannot be streamed: it was loaded with tensor parallelism (tp_size={model.tp_size}), whose modules reduce "
+            "gradients of their own, once a chunk. Share sequences by streamgrad.distributed, or parameters by FSDP2 or ZeRO-3."
+        )
     decoder = model.get_decoder()
     layers = decoder_layers(decoder)
     if not layers:
@@ -145,6 +152,11 @@ def attention_configs(modules: list[nn.Module]) -> list[Any]:
 def foreign_attention(configs: list[Any], layer: nn.Module) -> Iterator[str]:
     """Why attention is not transformers' own, which the streamed one equals, or that of the model's own file."""
     for name in {config._attn_implementation_internal for config in configs} - {None}:
+        if name == "sdpa" and F.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention:
+            yield (
+                "torch.nn.functional.scaled_dot_product_attention has been replaced, as torch's context_parallel does, and "
+                "streamed attention would not call what is in its place; streamgrad.distributed shares sequences between ranks"
+            )
         functions = [interface.get(name) for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)]
         files = {"transformers", "streamgrad", "deepspeed"}  # whose Ulysses is known (`dealing`)
         if name == "eager":
@@ -189,7 +201,10 @@ def _refusals(decoder: Any, layers: list[nn.Module], config: Any) -> Iterator[st
     """Why the decoder cannot be streamed exactly, the most telling reason first."""
     kinds = set(getattr(config, "layer_types", None) or ()) - _STREAMABLE_LAYER_TYPES
     if kinds:
-        yield f"it has layers of type {', '.join(sorted(kinds))}, and only full, sliding-window and linear attention and convolutions are streamed"
+        yield (
+            f"it has layers of type {', '.join(sorted(kinds))}, and only full, sliding-window and linear attention and "
+            "convolutions are streamed"
+        )
     for layer in layers:
         yield from layer_refusals(modules_of(layer))
     with_attention = [layer for layer in layers if not is_stateful(modules_of(layer))]
