@@ -13,6 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -138,6 +140,12 @@ STREAMED = {
     "youtu",
 }  # fmt: skip
 
+# Layers of older transformers begin with a new state wherever they are given more than one token, and are refused.
+LAYERS_TAKE_STATES_UP = Version(transformers.__version__) >= Version("5.22")
+STREAMED_SINCE_5_22 = {
+    "granitemoehybrid", "kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
+}  # fmt: skip
+
 REFUSED = {
     "axk2", "bamba", "bart", "beam", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small",
     "bloom", "blt", "camembert", "codegen", "cpmant", "data2vec-text", "deepseek_v32", "deepseek_v4", "diffllama", "doge",
@@ -234,7 +242,7 @@ def test_family_is_streamed_exactly_or_refused(family):
     with no_float32():
         streamed = is_streamed(model)
     if family in STREAMED | REFUSED:
-        assert streamed == (family in STREAMED)
+        assert streamed == (family in STREAMED and (family not in STREAMED_SINCE_5_22 or LAYERS_TAKE_STATES_UP))
 
 
 def test_gemma_4_without_embeddings_for_each_layer_is_streamed():

@@ -14,8 +14,10 @@ from lora import with_lora
 from streamgrad.core.live import LiveBytes
 from streamgrad.core.states import StateChunk, StatefulCall
 from streamgrad.models.dry_run import model_shape
-from test_all_families import small_model
+from test_all_families import LAYERS_TAKE_STATES_UP, small_model
 from tiny import tokens
+
+pytestmark = pytest.mark.skipif(not LAYERS_TAKE_STATES_UP, reason="layers of transformers before 5.22 are refused")
 
 # The gated delta rule, Mamba 2, and a convolution alone; each with a layer of attention.
 FAMILIES = ["qwen3_next", "granitemoehybrid", "lfm2"]

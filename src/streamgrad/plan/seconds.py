@@ -1,8 +1,8 @@
 """How long a step takes: FLOPs over rates or, where chunks are small, what a program takes to launch their kernels.
 
 Elementwise kernels, copies to and from the host (which hide behind computation at long sequences) and communication between ranks
-are not counted, so a real step is longer: in benchmarks/results, after warming up and with chunks of 4,096 tokens and more, by 5
-to 15 per cent from 36,000 tokens on, and by 40 at 6,000.
+are not counted, so a real step is longer: in benchmarks/results, after warming up and with chunks of 4,096 tokens and more, in
+full training by 5 to 18 per cent from 36,000 tokens on and by 30 to 44 at 6,000, with LoRA by 30 at 32,000 and by 71 at 8,000.
 """
 
 from __future__ import annotations
