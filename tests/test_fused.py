@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 
 import batches
 import streamgrad
-from gradients import assert_same_step, no_float32, run_step
+from gradients import assert_same_step, no_float32, run_step, total_gradient_error
 from streamgrad.core.fused import ACTIVATIONS, Norm, gated, rms_norm, rotary
 from streamgrad.models.fusion import Fusion
 from tiny import tiny_model
@@ -206,6 +207,26 @@ def test_rotary_is_put_back_when_a_layer_fails():
     with pytest.raises(ZeroDivisionError):
         fails()
     assert names["apply_rotary_pos_emb"] is stock
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_under_autocast(dtype):
+    """16-bit values are fused, as TRL's default has them, and no less exact than stock; 32-bit ones are left to transformers."""
+    truth = run_step(model := tiny_model("qwen3", dtype=torch.float32), batches.plain(model)).gradients
+    model.to(dtype)
+
+    def forward(model, batch):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(**batch).loss
+
+    def error() -> float:
+        return total_gradient_error(run_step(model, batches.plain(model), forward=forward).gradients, truth)
+
+    stock = error()
+    streamgrad.enable(model, chunk_size=5, compile="on")
+    with mock.patch("streamgrad.models.fusion.rms_norm", wraps=rms_norm) as fused:
+        assert error() < 1.1 * stock
+    assert fused.called == (dtype == torch.bfloat16)
 
 
 def test_what_is_replaced_after_a_step_is_seen(monkeypatch):

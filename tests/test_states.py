@@ -11,6 +11,8 @@ import batches
 import streamgrad
 from gradients import assert_same_step, no_float32, run_step, total_gradient_error
 from lora import with_lora
+from streamgrad.core.kept import KeptOnHost
+from streamgrad.core.layer import StreamedCall
 from streamgrad.core.live import LiveBytes
 from streamgrad.core.states import StateChunk, StatefulCall
 from streamgrad.models.dry_run import model_shape
@@ -134,6 +136,45 @@ def test_memory_grows_by_inputs_alone():
     streamgrad.enable(model, chunk_size=16, head_chunk_size=16)
     width, itemsize = model.config.hidden_size, 8
     assert growth() < 2 * (4 + 4) * 128 * width * itemsize < plain / 4
+
+
+class _Shelf:
+    """One that is no further away, and holds its readers to the order that was announced."""
+
+    def __init__(self):
+        self.items, self.order, self.place = {}, [], 0
+
+    def put(self, name, tensors):
+        self.items[name] = [tensor.clone() for tensor in tensors]
+
+    def will_be_got(self, order):
+        self.order = order
+
+    def rewind(self):
+        self.place = 0
+
+    def get(self, name):
+        assert self.order[self.place] == name
+        self.place += 1
+        return self.items[name]
+
+
+@pytest.mark.parametrize("keep", ["input", "attention"])
+@pytest.mark.parametrize("family", ["qwen3_next", "llama"])
+def test_what_is_kept_on_the_host_is_read_in_order(family, keep):
+    model, shelves = small_model(family), []
+
+    def kept(call, h_BTE):
+        store = mock.Mock(shelf=lambda: shelves.append(_Shelf()) or shelves[-1])
+        length = h_BTE.shape[1]
+        return KeptOnHost(h_BTE, call.spans(length), len(call.spans_of_keys(length)), store)
+
+    batch = batches.plain(model)
+    with no_float32(), mock.patch.object(StreamedCall, "kept", kept):
+        expected = run_step(model, batch)
+        streamgrad.enable(model, chunk_size=5, keep=keep)
+        assert_same_step(run_step(model, batch), expected, 1e-10)
+    assert len(shelves) == 2 and all(shelf.place == len(shelf.order) for shelf in shelves)
 
 
 def test_a_layer_that_leaves_the_state_out_is_refused():

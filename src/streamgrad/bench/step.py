@@ -38,9 +38,6 @@ from streamgrad.core.moments import KEYS_AT_ONCE
 from streamgrad.models.forwards import InstalledForward
 from streamgrad.models.presets import preset_config, preset_model
 
-# Liger patches transformers for the whole process: its kernels come after everything else, its fused loss last.
-_ORDER = ("hf", "mst", "streamgrad", "streamgrad-fsdp2", "streamgrad-zero3", "streamgrad-liger", "liger", "liger-offload")
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
@@ -125,7 +122,7 @@ def measure_steps(
         "accumulates": accumulates,
         "allocator": allocator_settings(),
     }  # fmt: skip
-    for method in sorted(methods, key=_ORDER.index):
+    for method in sorted(methods, key=METHODS.index):
         streams = "streamgrad" in method
         pending = []
         for length, batch in itertools.product(lengths, batches):

@@ -24,6 +24,8 @@ def demo(
 
     `python -m streamgrad demo --quick --out /tmp/demo.png`
     """
-    from streamgrad.cli.demonstration import FULL, QUICK, run
+    console = Console()
+    with console.status("Loading torch and transformers ..."):
+        from streamgrad.cli.demonstration import FULL, QUICK, run
 
-    run(QUICK if quick else FULL, out=out, memory_image=memory_image, console=Console())
+    run(QUICK if quick else FULL, out=out, memory_image=memory_image, console=console)

@@ -38,7 +38,7 @@ class Kept(Protocol):
 
 
 class Reader(Protocol):
-    """Read in backward: keys and values or else all chunks in order, and then all chunks in reverse order."""
+    """Read in backward: keys and values or else the first chunks in order, and then all chunks in reverse order."""
 
     has_attention: bool
 
@@ -96,11 +96,11 @@ class _DeviceReader:
 
 
 class KeptOnHost:
-    """On a shelf of the model's host store."""
+    """On a shelf of the model's host store; `first` chunks of those are read before all are read in reverse order."""
 
-    def __init__(self, h_BTE: Tensor, spans: Sequence[Span], store: HostStore) -> None:
+    def __init__(self, h_BTE: Tensor, spans: Sequence[Span], first: int, store: HostStore) -> None:
         self._h_BTE: Tensor | None = h_BTE.detach()
-        self._spans = spans
+        self._spans, self._first = spans, first
         self._shelf: Shelf | None = store.shelf()
         self.has_attention = True
 
@@ -122,7 +122,7 @@ class KeptOnHost:
             self._shelf.put(_KEYS_AND_VALUES, keys_and_values)
             self._shelf.will_be_got([_KEYS_AND_VALUES, *reversed(chunks)])
         else:
-            self._shelf.will_be_got([*chunks, *reversed(chunks)])
+            self._shelf.will_be_got([*chunks[: self._first], *reversed(chunks)])
 
     def reader(self, ctx: Any) -> Reader:
         if self._shelf is None:

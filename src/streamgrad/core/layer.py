@@ -88,7 +88,8 @@ class StreamedCall:
     def kept(self, h_BTE: Tensor) -> Kept:
         may_move = self.policy.on_host and h_BTE.device.type == "cuda"
         if may_move and all(parameter.device == h_BTE.device for parameter in self.layer.parameters()):
-            return KeptOnHost(h_BTE, self.spans(h_BTE.shape[1]), self.host_store)
+            first = len(self.spans_of_keys(h_BTE.shape[1]))
+            return KeptOnHost(h_BTE, self.spans(h_BTE.shape[1]), first, self.host_store)
         return KeptOnDevice(h_BTE, self.spans(h_BTE.shape[1]))
 
     def chunk(self, span: tuple[int, int], stream: KeyValueStream, **options: Any) -> Chunk:

@@ -58,11 +58,14 @@ class Fusion:
 
 
 def _wants(mode: str, *tensors: Tensor) -> bool:
-    """All of one floating dtype, and of one that is worth it."""
+    """All of one floating dtype, and of one that is worth it. Autocast leaves 16-bit values as they are here."""
     first = tensors[0]
-    if any(tensor.dtype != first.dtype for tensor in tensors) or torch.is_autocast_enabled(first.device.type):
+    in_16_bits = first.dtype.itemsize == 2
+    if any(tensor.dtype != first.dtype for tensor in tensors):
         return False
-    return mode == "on" or (first.is_cuda and first.dtype.itemsize == 2)
+    if torch.is_autocast_enabled(first.device.type) and not in_16_bits:
+        return False
+    return mode == "on" or (first.is_cuda and in_16_bits)
 
 
 class _RotarySwitch:
