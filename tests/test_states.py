@@ -201,9 +201,6 @@ def test_what_is_refused(subtests):
     with subtests.test("documents"), pytest.raises(ValueError, match="called with cu_seq_lens_q"):
         model(input_ids=ids, cu_seq_lens_q=boundaries, cu_seq_lens_k=boundaries, max_length_q=14, max_length_k=14)
     streamgrad.disable(model)
-    streamgrad.enable(model, memory_budget="1GiB")
-    with subtests.test("budget"), pytest.raises(ValueError, match="memory_budget='1GiB' cannot be planned for Qwen3NextModel"):
-        model(input_ids=ids)
     with subtests.test("plan"), pytest.raises(ValueError, match="cannot be planned for: its layers are of several kinds"):
         model_shape(model.config, dtype=torch.bfloat16)
 

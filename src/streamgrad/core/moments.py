@@ -56,6 +56,7 @@ class LayerCosts:
     gradients: float  # of its trainable parameters
     gradient_sums: float  # of the same, in the precision of sums
     largest_gradient: float
+    states: float = 0.0  # of a sequence, between two chunks
 
     def kept(self, policy: LayerPolicy) -> Parts:
         """What waits for backward, a token."""
@@ -101,6 +102,7 @@ def layer_moments(costs: LayerCosts, shape: Shape, policy: LayerPolicy, chunk_si
     chunk = shape.rows * min(chunk_size, shape.sequence)
     whole = chunk == tokens
     keys = tokens * ((0.0 if policy.holds_attention else costs.keys_and_values) + (0.0 if whole else costs.key_sums))
+    keys += 0.0 if whole else shape.rows * costs.states * -(-shape.sequence // chunk_size)
     if policy.on_host:  # this chunk and the next or, from a layer's last chunk on, the keys and values of the layer below
         brought = costs.keys_and_values if policy.keep == "attention" else 0.0
         kept = sum(costs.kept(policy).values()) - brought

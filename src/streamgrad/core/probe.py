@@ -21,6 +21,7 @@ from streamgrad.core.live import LiveBytes
 from streamgrad.core.moments import LayerCosts
 from streamgrad.core.replay import Autocast
 from streamgrad.core.shadows import trainable_parameters
+from streamgrad.core.states import StateChunk, StateStream
 from streamgrad.core.sums import accumulator_dtype
 
 PROBED_TOKENS = 256
@@ -28,16 +29,19 @@ PROBED_TOKENS = 256
 
 def measured_costs(
     layer: nn.Module,
-    run: Callable[[Tensor, Chunk], Tensor],
+    run: Callable[[Tensor, Any], Tensor],
     mask: object,
     backends: list,
     h_BTE: Tensor,
     exchange: Exchange = ALONE,
+    *,
+    stateful: bool = False,
 ) -> LayerCosts:
     """Of the layer whose chunks `run` computes (see `StreamedCall`), on the first tokens of `h_BTE`."""
     tokens = min(PROBED_TOKENS, h_BTE.shape[1])
-    trial = _Trial(layer, run, mask, backends, exchange)
+    trial = _Trial(layer, run, mask, backends, exchange, stateful)
     counted = trial(h_BTE[:, :tokens])
+    states = counted.states
     if tokens > 1:
         # The difference of two lengths: what does not grow with tokens, as weights that autocast has cast, is no cost of a token.
         counted = counted.less(trial(h_BTE[:, : tokens // 2]))
@@ -57,6 +61,7 @@ def measured_costs(
         gradients=sum(parameter.nbytes for parameter in trainable),
         gradient_sums=sum(parameter.numel() * accumulator_dtype(parameter.dtype).itemsize for parameter in trainable),
         largest_gradient=max((parameter.nbytes for parameter in trainable), default=0),
+        states=states / h_BTE.shape[0],
     )
 
 
@@ -68,6 +73,7 @@ class _Counted:
     keys_and_values: int
     key_sums: int
     attention: int
+    states: int
     saved: int  # by the graph, beside its input and the layer's weights
     peak: int  # of what was made on the way
     at_attention: int  # alive when attention's backward had run
@@ -98,10 +104,11 @@ class _WatchedStream(KeyValueStream):
 @dataclass
 class _Trial:
     layer: nn.Module
-    run: Callable[[Tensor, Chunk], Tensor]
+    run: Callable[[Tensor, Any], Tensor]
     mask: object
     backends: list
     exchange: Exchange
+    stateful: bool
 
     def __call__(self, h_BLE: Tensor) -> _Counted:
         """Two runs: a hook on what is saved lets it live longer than it would."""
@@ -119,13 +126,14 @@ class _Trial:
         with saved:
             out_BLE = self.run(h_BLE, chunk)
         chunk.check_finished()
-        assert chunk.own is not None
-        keys, kept = chunk.own, chunk.kept
+        keys, kept = (chunk.own if isinstance(chunk, Chunk) else None) or (), chunk.kept
+        states = chunk.written.values() if isinstance(chunk, StateChunk) else ()
         return {
             "input": max(h_BLE.nbytes, out_BLE.nbytes),
             "keys_and_values": sum(key.nbytes for key in keys),
             "key_sums": sum(key.numel() * accumulator_dtype(key.dtype).itemsize for key in keys),
             "attention": 0 if kept is None else kept.out_BHLD.nbytes + kept.lse_BHL.nbytes,
+            "states": sum(state.nbytes for state in states),
             "saved": saved.total_bytes,
         }
 
@@ -138,11 +146,12 @@ class _Trial:
             chunk.release()
             # For the input alone: gradients of parameters would be seen by hooks, and are counted on their own.
             torch.autograd.grad(out_BLE, h_BLE, dout_BLE.to(out_BLE.dtype))
-        assert isinstance(chunk.stream, _WatchedStream)
-        return live.peak_bytes, chunk.stream.bytes_at_deposit
+        return live.peak_bytes, chunk.stream.bytes_at_deposit if isinstance(chunk.stream, _WatchedStream) else 0
 
-    def _chunk(self, h_BLE: Tensor, live: LiveBytes) -> Chunk:
+    def _chunk(self, h_BLE: Tensor, live: LiveBytes) -> Chunk | StateChunk:
         length = h_BLE.shape[1]
+        if self.stateful:
+            return StateChunk(0, length, StateStream(set()))
         stream = _WatchedStream(self.exchange.ranks * (length + 1), live)
         return Chunk(0, length, stream, self.mask, self.backends, keep_attention=True, exchange=self.exchange)
 

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from streamgrad.attention.backends import Backend, backends_named
 from streamgrad.attention.masks import CausalMask, DenseMask
 from streamgrad.config import StreamConfig
-from streamgrad.core.chunk import Chunk, SeamError
+from streamgrad.core.chunk import SeamError
 from streamgrad.core.exchange import Exchange
 from streamgrad.core.layer import StreamedCall
 from streamgrad.core.moments import LayerPolicy
@@ -28,10 +29,10 @@ from streamgrad.core.storage import HostStore
 from streamgrad.models.arguments import LayerArguments
 from streamgrad.models.attention import streamed_attention_in
 from streamgrad.models.dealing import SequenceGroup, Slices, WholeSequences, sequence_group
-from streamgrad.models.forwards import named_arguments, own_forward, temporary_attributes
+from streamgrad.models.forwards import named_arguments, own_forward, signature_of, temporary_attributes
 from streamgrad.models.fusion import Fusion
 from streamgrad.models.masks import layer_mask, with_documents
-from streamgrad.models.planning import HeadCosts, Planner
+from streamgrad.models.planning import HeadCosts, Planner, Trial
 from streamgrad.models.support import (
     attention_configs,
     decoder_layers,
@@ -147,31 +148,25 @@ class _DecoderCall:
 
     def __init__(self, decoder: Any, layers: list[nn.Module], stream: DecoderStream, sequences: WholeSequences) -> None:
         self.decoder, self.layers, self.stream, self.sequences = decoder, layers, stream, sequences
+        self.forwards = [own_forward(layer) for layer in layers]  # which are about to be replaced
         self.masks: _Masks = {}
         self.plan: Plan | None = None
 
     def streamed_forward(self, index: int) -> Callable[..., Tensor | tuple[Tensor]]:
         """The forward of layer `index`, streamed."""
         layer = self.layers[index]
-        forward = own_forward(layer)
 
         def streamed(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
             # Not before the call: while a layer's modules are looked at, the device computes the one before.
             modules = modules_of(layer)
-            configs, fusion = attention_configs(modules), Fusion(modules, mode=self.stream.config.compile)
-            for reason in (*layer_refusals(modules), *foreign_attention(configs, layer)):
+            for reason in (*layer_refusals(modules), *foreign_attention(attention_configs(modules), layer)):
                 raise SeamError(reason)
-            h_BTE, arguments = LayerArguments.bind(forward, args, kwargs)
-
-            def run(h_BLE: Tensor, chunk: Chunk) -> Tensor:
-                with streamed_attention_in(configs), fusion.installed():
-                    return arguments.run(h_BLE, chunk)
-
-            stateful = is_stateful(modules)
+            h_BTE, arguments = LayerArguments.bind(self.forwards[index], args, kwargs)
+            run, stateful = self._run(modules, arguments), is_stateful(modules)
             if stateful:
                 _refuse_for_states(arguments, self.sequences.exchange)
             mask = None if stateful else self._mask(arguments, h_BTE)
-            plan = self._plan(h_BTE, run, mask)
+            plan = self._plan(h_BTE, run, mask, lambda: self._other_kinds(args, kwargs))
             call = (StatefulCall if stateful else StreamedCall)(
                 layer=layer,
                 run=run,
@@ -188,6 +183,33 @@ class _DecoderCall:
 
         return streamed
 
+    def _run(self, modules: list[nn.Module], arguments: LayerArguments) -> Callable[[Tensor, Any], Tensor]:
+        configs, fusion = attention_configs(modules), Fusion(modules, mode=self.stream.config.compile)
+
+        def run(h_BLE: Tensor, chunk: Any) -> Tensor:
+            with streamed_attention_in(configs), fusion.installed():
+                return arguments.run(h_BLE, chunk)
+
+        return run
+
+    def _other_kinds(self, args: tuple, kwargs: dict[str, Any]) -> Iterator[Trial]:
+        """A layer of each kind but the first's, by class and sizes, with what the first layer was called with, but for its mask.
+
+        None where an engine has the parameters of a layer elsewhere until it is called, or where it takes other arguments.
+        """
+        if isinstance(self.layers[0], FSDPModule) or any(hasattr(p, "ds_id") for p in self.layers[0].parameters()):
+            return
+        seen, names = {_kind(self.layers[0])}, list(signature_of(self.forwards[0]).parameters)
+        for layer, forward in zip(self.layers, self.forwards, strict=True):
+            kind = _kind(layer)
+            if kind not in seen and list(signature_of(forward).parameters) == names:
+                seen.add(kind)
+                modules = modules_of(layer)
+                h_BTE, arguments = LayerArguments.bind(forward, args, kwargs)
+                arguments.attention_mask = None
+                mask = None if is_stateful(modules) else self.sequences.mask(_mask_of(arguments, h_BTE.shape[1], h_BTE.shape[1]))
+                yield Trial(layer, self._run(modules, arguments), mask)
+
     def _mask(self, arguments: LayerArguments, h_BTE: Tensor) -> CausalMask | DenseMask:
         given = arguments.attention_mask
         if id(given) not in self.masks:
@@ -195,7 +217,7 @@ class _DecoderCall:
             self.masks[id(given)] = given, self.sequences.mask(_mask_of(arguments, h_BTE.shape[1], chunk_size))
         return self.masks[id(given)][1]
 
-    def _plan(self, h_BTE: Tensor, run: Callable[..., Tensor], mask: object) -> Plan:
+    def _plan(self, h_BTE: Tensor, run: Callable[..., Tensor], mask: object, others: Callable[[], Iterator[Trial]]) -> Plan:
         if self.plan is None:
             planner, stream = self.stream.planner, self.stream
             if torch.is_grad_enabled():
@@ -209,11 +231,16 @@ class _DecoderCall:
                     stream.head,
                     stream.host_store,
                     self.sequences.exchange,
+                    others,
                 )
             else:
                 layers, chunk_size = len(self.layers), planner.chunk_size(*h_BTE.shape[:2])
                 self.plan = Plan((LayerPolicy("input"),) * layers, (chunk_size,) * layers, 0.0, 0.0)
         return self.plan
+
+
+def _kind(layer: nn.Module) -> tuple:
+    return type(layer), *(parameter.shape for parameter in layer.parameters())
 
 
 def _refuse_for_states(arguments: LayerArguments, exchange: Exchange) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from streamgrad.core.probe import PROBED_TOKENS, measured_costs
 from streamgrad.core.storage import HostStore
 from streamgrad.head.chunk_size import SHORTEST_CHUNK
 from streamgrad.models.forwards import InstalledForward, temporary_attribute
-from streamgrad.models.support import decoder_layers, has_states, modules_of
+from streamgrad.models.support import decoder_layers, modules_of
 
 logger = logging.getLogger("streamgrad")
 
@@ -37,6 +37,15 @@ class HeadCosts:
     gradient_bytes: float
     embedding_bytes: float
     weight_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A layer that can be run, as in `StreamedCall`; without a mask where it has states and no attention."""
+
+    layer: nn.Module
+    run: Callable[..., Tensor]
+    mask: object
 
 
 class Planner:
@@ -64,15 +73,21 @@ class Planner:
         head: Callable[[int], HeadCosts] | None,
         store: HostStore,
         exchange: Exchange,
+        others: Callable[[], Iterable[Trial]],
     ) -> Plan:
-        """For a decoder whose first layer is about to run on `h_BTE` through `run` (see `StreamedCall`)."""
+        """For a decoder whose first layer is about to run on `h_BTE` through `run` (see `StreamedCall`).
+
+        `others` makes a trial of each further kind of layer that it has.
+        """
         config, batch, sequence = self.config, h_BTE.shape[0], h_BTE.shape[1]
-        if not self._must_measure(decoder, layers, h_BTE):
+        if not self._must_measure(layers, h_BTE):
             keep = "input" if config.keep == "auto" else config.keep
             policies = (LayerPolicy(keep, on_host=config.offload == "host" and keep != "all"),) * len(layers)
             self.latest = Plan(policies, (self.chunk_size(batch, sequence),) * len(layers), 0.0, 0.0)
             return self.latest
-        costs = self._measured(layers[0], run, mask, backends, h_BTE, exchange)
+        trials = [Trial(layers[0], run, mask), *others()]
+        measured = [astuple(self._measured(trial, backends, h_BTE, exchange)) for trial in trials]
+        costs = LayerCosts(*map(max, zip(*measured, strict=True)))  # every layer is taken for the largest
         on_cuda = h_BTE.device.type == "cuda"
         held, limit = device_memory(h_BTE.device) if on_cuda else (_bytes_of(decoder), float("inf"))
         resident = held - h_BTE.nbytes if on_cuda else held  # without the first layer's input, which is among what layers keep
@@ -83,6 +98,8 @@ class Planner:
         resident, *missing = exchange.most(resident, -budget, -host)
         budget, host = (-number for number in missing)
 
+        gradients = sum(p.nbytes for layer in layers for p in layer.parameters() if p.requires_grad and p.grad is None)
+
         def step_of(sequence: int) -> Step:
             hidden = h_BTE.nbytes / h_BTE.shape[1] * sequence
             unknown = HeadCosts(2 * hidden + UNKNOWN_HEAD_SHARE * budget, 0.0, hidden)
@@ -92,7 +109,7 @@ class Planner:
                 layers=len(layers),
                 shape=Shape(batch, sequence),
                 resident_bytes=resident if on_cuda else resident + ends.weight_bytes,
-                layer_gradient_bytes=sum(p.nbytes for p in layers[0].parameters() if p.requires_grad and p.grad is None),
+                layer_gradient_bytes=gradients / len(layers),
                 head_bytes=ends.bytes,
                 head_gradient_bytes=ends.gradient_bytes,
                 embedding_bytes=ends.embedding_bytes,
@@ -111,32 +128,23 @@ class Planner:
         self.latest = plan
         return plan
 
-    def _must_measure(self, decoder: nn.Module, layers: list[nn.Module], h_BTE: Tensor) -> bool:
+    def _must_measure(self, layers: list[nn.Module], h_BTE: Tensor) -> bool:
         """Where there is something to decide, and memory to decide it by."""
         config = self.config
-        if has_states(decoder):
-            if config.budget_bytes is not None:
-                raise ValueError(
-                    f"memory_budget={config.memory_budget!r} cannot be planned for {type(decoder).__name__}: its layers are of "
-                    "several kinds, and what one of them takes does not tell what the others do. Pass keep, offload and "
-                    "chunk_size instead."
-                )
-            return False
         if config.budget_bytes is not None:
             return True
         if h_BTE.device.type != "cuda" or len({next(layer.parameters()).device for layer in layers}) > 1:
             return False
         return config.keep == "auto" or config.offload != "none" or config.chunk_size == "auto"
 
-    def _measured(
-        self, layer: nn.Module, run: Callable[..., Tensor], mask: object, backends: list, h_BTE: Tensor, exchange: Exchange
-    ) -> LayerCosts:
+    def _measured(self, trial: Trial, backends: list, h_BTE: Tensor, exchange: Exchange) -> LayerCosts:
+        layer, stateful = trial.layer, trial.mask is None
         trainable = tuple((parameter.requires_grad, parameter.shape) for parameter in layer.parameters())
         autocast = torch.is_autocast_enabled(h_BTE.device.type) and torch.get_autocast_dtype(h_BTE.device.type)
         tokens = min(PROBED_TOKENS, h_BTE.shape[1])
-        key = (h_BTE.dtype, autocast, trainable, layer.training, tokens, exchange.ranks)
+        key = (type(layer), h_BTE.dtype, autocast, trainable, layer.training, tokens, exchange.ranks)
         if key not in self._costs:
-            measured = measured_costs(layer, run, mask, backends, h_BTE, exchange)
+            measured = measured_costs(layer, trial.run, trial.mask, backends, h_BTE, exchange, stateful=stateful)
             self._costs[key] = LayerCosts(*exchange.most(*astuple(measured)))
         return self._costs[key]
 
