@@ -388,6 +388,24 @@ KINDS_OF_LAYERS = {
 }
 
 
+def test_a_kind_of_layer_that_cannot_be_measured_is_left_out():
+    """Gemma 4's layers of full attention have other heads, and so other rotary angles than those of the first layer."""
+    model, ids = small_model("gemma4_text", hidden_size_per_layer_input=0), tokens(1, 9)
+    batch = {"input_ids": ids, "labels": ids}
+    with no_float32():
+        expected = run_step(model, batch)
+        assert_same_step(run_step(streamgrad.enable(model, memory_budget="1GiB"), batch), expected, 1e-9)
+
+
+def test_scans_that_fill_up_blocks_are_measured_over_several():
+    model = small_model("granitemoehybrid", mamba_chunk_size=256).float()
+    ids = tokens(1, 1024)
+    streamgrad.enable(model, memory_budget="1GiB", keep="input", chunk_size=256, head_chunk_size=64)
+    counted_step(model, ids)  # in which a layer is run on more tokens than a chunk has here
+    used, plan = counted_step(model, ids)
+    assert used < 1.05 * plan.peak_bytes, f"{used / 1e6:.2f} MB: {plan}"
+
+
 @pytest.mark.parametrize("family", KINDS_OF_LAYERS)
 def test_layers_of_several_kinds_are_all_measured(family):
     model = small_model(family, **KINDS_OF_LAYERS[family]).float()

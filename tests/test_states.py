@@ -194,6 +194,33 @@ def test_a_layer_that_leaves_the_state_out_is_refused():
         model(input_ids=ids)
 
 
+def test_padding_alone_does_not_settle_whether_a_layer_takes_states_up():
+    model, ids = small_model("qwen3_next"), tokens(1, 23)
+    torch.nn.init.constant_(model.model.layers[0].linear_attn.A_log, -3.0)
+    streamgrad.enable(model, chunk_size=5)
+    read = StateChunk.get_recurrent_state
+    with mock.patch.object(StateChunk, "get_recurrent_state", lambda *args, **kwargs: (read(*args, **kwargs), None)[1]):
+        model(input_ids=ids, attention_mask=torch.arange(23)[None] >= 9)
+        with pytest.raises(ValueError, match="other states or outputs"):
+            model(input_ids=ids)
+
+
+def test_forward_holds_the_states_before_one_chunk():
+    model = small_model("qwen3_next", layer_types=["linear_attention", "full_attention"])
+    streamgrad.enable(model, chunk_size=8)
+    most = 0
+
+    def hand_on(chunk):
+        nonlocal most
+        plain(chunk)
+        most = max(most, len(chunk.stream.before))
+
+    plain = StateChunk._hand_on
+    with mock.patch.object(StateChunk, "_hand_on", hand_on), torch.no_grad():
+        model(input_ids=tokens(1, 128), use_cache=False)
+    assert most == 1
+
+
 def test_what_is_refused(subtests):
     model, ids = small_model("qwen3_next"), tokens(1, 23)
     boundaries = torch.tensor([0, 9, 23], dtype=torch.int32)

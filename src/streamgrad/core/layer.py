@@ -229,11 +229,12 @@ def _check_keys_of_single_tokens(call: StreamedCall, h_BTE: Tensor) -> None:
         write_keys(call, h_BTE[:, :2], (0, 2), of_two)
         write_keys(call, h_BTE[:, 1:2], (1, 2), of_one)
     for expected, actual in zip(of_two.read(1, 2), of_one.read(1, 2), strict=True):
-        if (actual - expected).norm() > _LARGEST_ROUNDING * expected.norm():
+        if (actual - expected).norm() > _LARGEST_ROUNDING * expected.norm():  # not where they are NaN, as in the stock model
             raise SeamError(
                 "its attention makes keys after past_key_values.update that depend on more than their own token and its position"
             )
-    _CHECKED.add(call.layer)
+    if all(keys.isfinite().all() for keys in of_one.read(1, 2)):
+        _CHECKED.add(call.layer)
 
 
 @contextlib.contextmanager

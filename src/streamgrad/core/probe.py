@@ -38,11 +38,13 @@ def measured_costs(
     stateful: bool = False,
 ) -> LayerCosts:
     """Of the layer whose chunks `run` computes (see `StreamedCall`), on the first tokens of `h_BTE`."""
-    tokens = min(PROBED_TOKENS, h_BTE.shape[1])
+    # Scans over states work on blocks of 64 to 256 tokens, which they fill up: of fewer, two lengths would differ by nothing.
+    wanted = 2 * PROBED_TOKENS if stateful else PROBED_TOKENS
+    tokens = min(wanted, h_BTE.shape[1])
     trial = _Trial(layer, run, mask, backends, exchange, stateful)
     counted = trial(h_BTE[:, :tokens])
     states = counted.states
-    if tokens > 1:
+    if tokens > 1 and (tokens == wanted or not stateful):
         # The difference of two lengths: what does not grow with tokens, as weights that autocast has cast, is no cost of a token.
         counted = counted.less(trial(h_BTE[:, : tokens // 2]))
         tokens -= tokens // 2

@@ -85,9 +85,15 @@ class Planner:
             policies = (LayerPolicy(keep, on_host=config.offload == "host" and keep != "all"),) * len(layers)
             self.latest = Plan(policies, (self.chunk_size(batch, sequence),) * len(layers), 0.0, 0.0)
             return self.latest
-        trials = [Trial(layers[0], run, mask), *others()]
-        measured = [astuple(self._measured(trial, backends, h_BTE, exchange)) for trial in trials]
-        costs = LayerCosts(*map(max, zip(*measured, strict=True)))  # every layer is taken for the largest
+        kinds = [self._measured(Trial(layers[0], run, mask), backends, h_BTE, exchange)]
+        for trial in others():
+            try:
+                kinds.append(self._measured(trial, backends, h_BTE, exchange))
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:  # where layers of a kind are called with other arguments than the first
+                logger.debug("streamgrad: %s is not measured: %s", type(trial.layer).__name__, error)
+        costs = LayerCosts(*map(max, zip(*map(astuple, kinds), strict=True)))  # every layer is taken for the largest
         on_cuda = h_BTE.device.type == "cuda"
         held, limit = device_memory(h_BTE.device) if on_cuda else (_bytes_of(decoder), float("inf"))
         resident = held - h_BTE.nbytes if on_cuda else held  # without the first layer's input, which is among what layers keep
@@ -141,7 +147,7 @@ class Planner:
         layer, stateful = trial.layer, trial.mask is None
         trainable = tuple((parameter.requires_grad, parameter.shape) for parameter in layer.parameters())
         autocast = torch.is_autocast_enabled(h_BTE.device.type) and torch.get_autocast_dtype(h_BTE.device.type)
-        tokens = min(PROBED_TOKENS, h_BTE.shape[1])
+        tokens = min(2 * PROBED_TOKENS, h_BTE.shape[1])
         key = (type(layer), h_BTE.dtype, autocast, trainable, layer.training, tokens, exchange.ranks)
         if key not in self._costs:
             measured = measured_costs(layer, trial.run, trial.mask, backends, h_BTE, exchange, stateful=stateful)
