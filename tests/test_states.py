@@ -106,7 +106,7 @@ def test_backward_twice_through_a_retained_graph():
 
 def test_bf16_errors_are_those_of_plain_bf16():
     errors = {"plain": [], "streamed": []}
-    for seed in range(4):
+    for seed in range(8):
         torch.manual_seed(seed)
         model = small_model("qwen3_next").float()
         batch = batches.plain(model)
@@ -115,7 +115,7 @@ def test_bf16_errors_are_those_of_plain_bf16():
         errors["plain"].append(total_gradient_error(run_step(model, batch).gradients, reference))
         streamgrad.enable(model, chunk_size=5)
         errors["streamed"].append(total_gradient_error(run_step(model, batch).gradients, reference))
-    assert sum(errors["streamed"]) < 1.1 * sum(errors["plain"])
+    assert sum(errors["streamed"]) < 1.02 * sum(errors["plain"])
 
 
 def test_memory_grows_by_inputs_alone():
@@ -228,8 +228,9 @@ def test_what_is_refused(subtests):
     with subtests.test("documents"), pytest.raises(ValueError, match="called with cu_seq_lens_q"):
         model(input_ids=ids, cu_seq_lens_q=boundaries, cu_seq_lens_k=boundaries, max_length_q=14, max_length_k=14)
     streamgrad.disable(model)
-    with subtests.test("plan"), pytest.raises(ValueError, match="cannot be planned for: its layers are of several kinds"):
-        model_shape(model.config, dtype=torch.bfloat16)
+    for family in FAMILIES:
+        with subtests.test(family), pytest.raises(ValueError, match="cannot be planned for: its layers are of several kinds"):
+            model_shape(small_model(family).config, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(("length", "chunk_size", "sizes"), [(23, 11, [11, 12]), (1, 4, [1]), (7, 1, [2, 2, 3]), (8, 4, [4, 4])])

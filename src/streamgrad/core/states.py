@@ -16,23 +16,17 @@ Shapes: B batch, T sequence, E model width, C channels, K width of a convolution
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from streamgrad.core.chunk import Attended, LayerChunk, SeamError, StopAtKeys, UnknownSeamAttribute, spans
-from streamgrad.core.layer import StreamedCall, in_eval_mode
+from streamgrad.core.layer import CHECKED, StreamedCall, in_eval_mode, largest_rounding, relative_difference
 
 # By kind, "conv" or "recurrent", and number: a layer may have several of each.
 States = dict[tuple[str, int], Tensor]
-
-# What `StatefulCall.check_chunks` has found right, and the differences it takes for rounding: in 32 bits or more (products may
-# have 10 bits there), and in 16.
-_CHECKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_LARGEST_ROUNDING = 0.003, 0.03
 
 
 class StateStream:
@@ -172,7 +166,7 @@ class StatefulCall(StreamedCall):
 
         A layer's code may leave the state before a chunk out. It is asked once for each layer.
         """
-        if self.layer in _CHECKED or h_BTE.is_meta or h_BTE.shape[1] < 4:
+        if self.layer in CHECKED or h_BTE.is_meta or h_BTE.shape[1] < 4:
             return
         cut, length = h_BTE.shape[1] // 2 if h_BTE.shape[1] < 8 else 6, min(8, h_BTE.shape[1])
         whole, parts = StateStream(set()), StateStream(set())
@@ -184,15 +178,10 @@ class StatefulCall(StreamedCall):
                 part.check_finished()
                 states.append(stream.before[span[1]])
         expected, between, actual = states
-        of_states = max(_error(actual[name], state) for name, state in expected.items())
+        of_states = max(relative_difference(actual[name], state) for name, state in expected.items())
         # Of the token that differs least: a router may send single ones to other experts, where rounding decides.
-        of_outputs = min(map(_error, outputs[2].flatten(0, 1), outputs[0][:, cut:].flatten(0, 1)))
-        in_16_bits = outputs[0].dtype.itemsize == 2 or torch.is_autocast_enabled(h_BTE.device.type)
-        if max(of_states, of_outputs) > _LARGEST_ROUNDING[in_16_bits]:
+        of_outputs = min(map(relative_difference, outputs[2].flatten(0, 1), outputs[0][:, cut:].flatten(0, 1)))
+        if max(of_states, of_outputs) > largest_rounding(outputs[0]):
             raise SeamError("its layers give other states or outputs for a sequence in chunks than for the whole of it")
         if all(state.any() and state.isfinite().all() for state in between.values()):
-            _CHECKED.add(self.layer)  # else, as where the first tokens are padding, there was nothing to be left out
-
-
-def _error(actual: Tensor, expected: Tensor) -> float:
-    return ((actual - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+            CHECKED.add(self.layer)  # else, as where the first tokens are padding, there was nothing to be left out

@@ -90,7 +90,9 @@ def layer_refusals(modules: list[nn.Module]) -> Iterator[str]:
     layer, stateful = modules[0], is_stateful(modules)
     for module in modules:
         own = module.__dict__
-        reason = _class_refusal(type(module)) if not (stateful and isinstance(module, nn.Conv1d)) else None  # type: ignore[arg-type]
+        reason = _class_refusal(type(module))  # type: ignore[arg-type]
+        if stateful and isinstance(module, nn.Conv1d):
+            continue  # what it sees of earlier tokens is a state
         if reason is not None and (module is not layer or not isinstance(module, FSDPModule)):
             yield reason.format(place=_place(layer, module), layer=type(layer).__name__)
         if follows_length(module):
@@ -118,8 +120,7 @@ def is_stateful(modules: list[nn.Module]) -> bool:
 
 def has_states(decoder: nn.Module) -> bool:
     """Whether some of its layers have states."""
-    config = getattr(decoder, "config", None)
-    return not _STATEFUL_LAYER_TYPES.isdisjoint(getattr(config, "layer_types", None) or ())
+    return any(is_stateful(modules_of(layer)) for layer in decoder_layers(decoder))
 
 
 def _place(layer: nn.Module, module: nn.Module) -> str:
