@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 import batches
 import streamgrad
 from gradients import no_float32, relative_error
+from streamgrad.models.arguments import LayerArguments
 from tiny import tiny_model, tokens
 
 
@@ -110,3 +112,20 @@ def test_a_loss_that_is_held_after_backward_holds_no_arguments_of_layers():
     loss.backward()
     gc.collect()
     assert angles[0]() is None
+
+
+def test_a_chunk_is_gone_when_the_next_one_runs():
+    """Its output, and with that its input's gradient."""
+    model, outputs, alive = streamgrad.enable(tiny_model("llama"), chunk_size=4), [], []
+    plain = LayerArguments.run
+
+    def run(arguments, h_BLE, chunk):
+        out_BLE = plain(arguments, h_BLE, chunk)
+        if out_BLE.requires_grad:
+            alive.extend(output() is not None for output in outputs)
+            outputs[:] = [weakref.ref(out_BLE)]
+        return out_BLE
+
+    with mock.patch.object(LayerArguments, "run", run):
+        model(input_ids=tokens(1, 19), labels=tokens(1, 19)).loss.backward()
+    assert len(alive) == 2 * 5 - 1 and not any(alive)
