@@ -120,7 +120,7 @@ class Shelf:
         self._items: dict[Hashable, _Item] = {}
         self._order: list[Hashable] = []
         self._position = 0
-        self._arriving: dict[int, tuple[list[Tensor], torch.cuda.Event]] = {}
+        self._arriving: dict[int, _Arrival] = {}
 
     def put(self, name: Hashable, tensors: Sequence[Tensor]) -> None:
         """Start copying `tensors` out; they may be dropped or overwritten by later work of the current stream's allocator."""
@@ -137,21 +137,36 @@ class Shelf:
         """The tensors of the next item, on their device; the one after it starts its way back."""
         assert self._order[self._position] == name, f"{name} was got where {self._order[self._position]} is next"
         self._fetch(self._position)
-        tensors, arrived = self._arriving.pop(self._position)
+        arrival = self._arriving.pop(self._position)
         self._position += 1
         if self._position < len(self._order):
             self._fetch(self._position)
         elif self._below is not None and (below := self._below()) is not None:
             below._fetch(0)
-        current = torch.cuda.current_stream(tensors[0].device)
-        current.wait_event(arrived)
-        for tensor in tensors:
-            tensor.record_stream(current)
-        return tensors
+        return arrival.taken()
 
     def _fetch(self, position: int) -> None:
         if position not in self._arriving and position < len(self._order):
             self._arriving[position] = self._items[self._order[position]].copied_back()
+
+
+class _Arrival:
+    """Tensors on their way back, in memory of the stream `owner`, which waits for them even if nobody takes them any more."""
+
+    def __init__(self, tensors: list[Tensor], arrived: torch.cuda.Event, owner: torch.cuda.Stream) -> None:
+        self._tensors, self._arrived, self._owner = tensors, arrived, owner
+
+    def taken(self) -> list[Tensor]:
+        """On the current stream."""
+        current = torch.cuda.current_stream(self._owner.device)
+        current.wait_event(self._arrived)
+        for tensor in self._tensors:
+            tensor.record_stream(current)
+        return self._tensors
+
+    def __del__(self) -> None:
+        # Or the next tensor in this memory would be written before the copy ends.
+        self._owner.wait_event(self._arrived)
 
 
 class _Item:
@@ -169,16 +184,18 @@ class _Item:
                 view.copy_(tensor, non_blocking=True)
                 tensor.record_stream(outward)  # its memory is not reused before the copy has read it
 
-    def copied_back(self) -> tuple[list[Tensor], torch.cuda.Event]:
-        """Device tensors on their way, and the event of their arrival."""
+    def copied_back(self) -> _Arrival:
+        """Device tensors on their way."""
         outward, inward = self._store.streams(self._device)
+        current = torch.cuda.current_stream(self._device)
+        # Memory of the stream that computes: of the one that copies, neither could use what the other has left.
+        tensors = [torch.empty_strided(*layout[:2], dtype=layout[2], device=self._device) for layout in self._layouts]
         inward.wait_stream(outward)
-        inward.wait_stream(torch.cuda.current_stream(self._device))
+        inward.wait_stream(current)  # which may still work on what was there before
         with torch.cuda.stream(inward):
-            tensors = [view.to(self._device, non_blocking=True) for view in self._views()]
-            arrived = torch.cuda.Event()
-            arrived.record()
-        return tensors, arrived
+            for tensor, view in zip(tensors, self._views(), strict=True):
+                tensor.copy_(view, non_blocking=True)
+        return _Arrival(tensors, inward.record_event(), current)
 
     def _views(self) -> list[Tensor]:
         """The buffers as tensors of the stored layouts: a kernel given other strides may round differently."""
