@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import streamgrad
 from gradients import relative_error
+from streamgrad.core.sums import scaled
 from streamgrad.head import softmax
 from streamgrad.head.logits import LogitMap
 
@@ -19,6 +20,7 @@ HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
 pytest.importorskip("triton", reason="triton (0.6 GB) comes with torch's CUDA builds and is not installed with the CPU build")
 kernels = importlib.import_module("streamgrad.head.kernels")
+layer_kernels = importlib.import_module("streamgrad.core.kernels")
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -52,6 +54,19 @@ def is_float(value) -> bool:
 def chunk(n: int, v: int, dtype: torch.dtype):
     product = (4.0 * torch.randn(n, v, device=DEVICE)).to(dtype)
     return product, torch.randint(0, v, (n,), device=DEVICE), torch.randn(2, n, device=DEVICE)
+
+
+@pytest.mark.parametrize("count", [1, 4095, 3 * 4096 + 1])
+@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scaled_sums(dtype, target, count):
+    """Bit for bit the product in fp32, rounded once; a factor of another precision would show in the last bit."""
+    total = torch.randn(count, device=DEVICE).to(dtype)
+    factor = torch.tensor(1.0 / 3.0, device=DEVICE)
+    expected = (total.double() * factor.double()).float().to(target)
+    assert torch.equal(layer_kernels.scaled(total, factor, target), expected)
+    assert torch.equal(scaled(total, factor, target), expected)
+    assert scaled(total[:0], factor, target).shape == (0,)
 
 
 @pytest.mark.parametrize("name", MAPS)

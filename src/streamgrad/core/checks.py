@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from streamgrad.core.modules import modules_of, parameters_of
+
 _REMEDY = "Call backward before changing the model, or call streamgrad.disable(model) for such a step."
 
 # What decides which parameters an adapter of PEFT's uses, and how. A new adapter changes no value, so that only these tell.
@@ -48,7 +50,7 @@ class Expectation:
                 f"would be wrong. {_REMEDY}"
             )
         known = {id(parameter) for parameter in self.parameters}
-        if any(parameter.requires_grad and id(parameter) not in known for parameter in self.layer.parameters()):
+        if any(parameter.requires_grad and id(parameter) not in known for parameter in parameters_of(self.layer)):
             raise RuntimeError(
                 f"a parameter of {type(self.layer).__name__} that was frozen in forward is trainable in backward (an adapter was "
                 f"switched, or a layer unfrozen), so gradients would be wrong. {_REMEDY}"
@@ -90,9 +92,9 @@ class Expectation:
 
 def _versions_of(layer: nn.Module) -> dict[int, int | None]:
     """By parameter; None for those whose version tells nothing, as PEFT's adapters of experts set and restore them in forward."""
-    modules: list[Any] = list(layer.modules())
+    modules: list[Any] = modules_of(layer)
     restored = {id(module.get_param()) for module in modules if _is_param_wrapper(type(module))}  # type: ignore[arg-type]
-    return {id(each): None if id(each) in restored else each._version for each in layer.parameters()}
+    return {id(each): None if id(each) in restored else each._version for each in parameters_of(layer)}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -104,7 +106,7 @@ def _is_param_wrapper(kind: type) -> bool:
 def _state_of(layer: nn.Module) -> list[Any]:
     """Of each module, what a program may switch without a parameter or, at first, a value changing."""
     state: list[Any] = []
-    for module in layer.modules():
+    for module in modules_of(layer):
         own = module.__dict__
         # By such hooks PEFT chooses adapters by row. Those of other modules may come and go if they only look on.
         if "_active_adapter" in own:

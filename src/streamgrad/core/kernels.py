@@ -85,6 +85,14 @@ def rotate(heads: Sequence[Tensor], cos_BLD: Tensor, sin_BLD: Tensor, *, back: b
     return [out_BLHD.transpose(1, 2) for out_BLHD in outs]
 
 
+def scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `sums.scaled`, of a contiguous tensor. torch's own product by a tensor of one number takes three times as long."""
+    out = torch.empty_like(total, dtype=dtype)
+    with torch.cuda.device_of(total):
+        _scaled_kernel[(_parts(total.numel(), TILE),)](total, factor, out, total.numel(), BLOCK=TILE, num_warps=8)
+    return out
+
+
 @functools.cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -105,6 +113,14 @@ def _power_of_2(count: int) -> int:
 def _parts(count: int, size: int) -> int:
     """Of that size, the last one shorter."""
     return -(-count // size)
+
+
+@triton.jit
+def _scaled_kernel(total, factor, out, count, BLOCK: tl.constexpr):
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < count
+    value = tl.load(total + places, mask=inside).to(tl.float32) * tl.load(factor)
+    tl.store(out + places, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

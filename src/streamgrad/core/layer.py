@@ -30,9 +30,10 @@ from streamgrad.core.chunk import Chunk, KeyValueStream, SeamError, StopAtKeys, 
 from streamgrad.core.exchange import ALONE, Exchange
 from streamgrad.core.functions import first_order_only
 from streamgrad.core.kept import Kept, KeptOnDevice, KeptOnHost, Reader
+from streamgrad.core.modules import modules_of, parameters_of, trainable_parameters
 from streamgrad.core.moments import LayerPolicy
 from streamgrad.core.replay import Autocast, RandomTape
-from streamgrad.core.shadows import Shadows, trainable_parameters
+from streamgrad.core.shadows import Shadows
 from streamgrad.core.storage import HostStore
 
 # Layers whose chunks `check_chunks` has found to be right.
@@ -75,7 +76,7 @@ class StreamedCall:
 
     def random_tape(self, h_BTE: Tensor) -> RandomTape:
         """Of the input's device and the layer's: a model spread over devices moves the input inside the layer's forward."""
-        return RandomTape([h_BTE.device, *(parameter.device for parameter in self.layer.parameters())])
+        return RandomTape([h_BTE.device, *(parameter.device for parameter in parameters_of(self.layer))])
 
     def spans(self, length: int) -> list[tuple[int, int]]:
         return spans(length, self.chunk_size)
@@ -86,7 +87,7 @@ class StreamedCall:
 
     def kept(self, h_BTE: Tensor) -> Kept:
         may_move = self.policy.on_host and h_BTE.device.type == "cuda"
-        if may_move and all(parameter.device == h_BTE.device for parameter in self.layer.parameters()):
+        if may_move and all(parameter.device == h_BTE.device for parameter in parameters_of(self.layer)):
             first = len(self.spans_of_keys(h_BTE.shape[1]))
             return KeptOnHost(h_BTE, self.spans(h_BTE.shape[1]), first, self.host_store)
         return KeptOnDevice(h_BTE, self.spans(h_BTE.shape[1]))
@@ -248,7 +249,7 @@ def largest_rounding(tensor: Tensor) -> float:
 
 @contextlib.contextmanager
 def in_eval_mode(layer: nn.Module) -> Iterator[None]:
-    training = [module for module in layer.modules() if module.training]
+    training = [module for module in modules_of(layer) if module.training]
     for module in training:
         module.training = False
     try:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from streamgrad.core.chunk import Chunk, KeyValueStream
 from streamgrad.core.exchange import ALONE, Exchange
 from streamgrad.core.live import LiveBytes
+from streamgrad.core.modules import trainable_parameters
 from streamgrad.core.moments import LayerCosts
 from streamgrad.core.replay import Autocast
-from streamgrad.core.shadows import trainable_parameters
 from streamgrad.core.states import StateChunk, StateStream
 from streamgrad.core.sums import accumulator_dtype
 

@@ -21,13 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from streamgrad.core.functions import first_order_only, own
+from streamgrad.core.modules import modules_of
 from streamgrad.core.replay import as_autocast
 from streamgrad.core.sums import accumulator_dtype, add_product_, zeros_for_sum
-
-
-def trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Read afresh at every call: adapters are attached, switched and frozen between steps."""
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 class Shadow(Tensor):
@@ -95,7 +91,7 @@ class Shadows:
         shadow_of = {id(parameter): shadow for parameter, shadow in zip(self.parameters, self.tensors, strict=True)}
         swapped: list[tuple[dict, str, nn.Parameter]] = []
         try:
-            for submodule in module.modules():
+            for submodule in modules_of(module):
                 for name, parameter in submodule._parameters.items():
                     if parameter is not None and id(parameter) in shadow_of:
                         swapped.append((submodule._parameters, name, parameter))

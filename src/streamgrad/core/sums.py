@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from streamgrad.core.triton_kernels import kernels_for
+
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a sum over chunks is kept: fp32 for 16-bit terms, else the terms' own."""
@@ -27,3 +29,12 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total.addmm_(left.to(total.dtype), right.to(total.dtype))
+
+
+def scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`total * factor` in the factor's precision, rounded to `dtype` once."""
+    kernels = kernels_for(total, "streamgrad.core.kernels") if total.is_contiguous() and total.numel() else None
+    if kernels is not None:
+        return kernels.scaled(total, factor, dtype)
+    # By one number in a row: by a scalar, a 16-bit total would be multiplied in 16 bits.
+    return torch.mul(total, factor.reshape(1), out=torch.empty_like(total, dtype=dtype))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from streamgrad.core.functions import first_order_only
 from streamgrad.core.replay import as_autocast
-from streamgrad.core.sums import accumulator_dtype
+from streamgrad.core.sums import accumulator_dtype, scaled
 from streamgrad.head.logits import HeadGradients, LinearHead, LogitMap
 from streamgrad.head.rows import TargetRows, flatten
 from streamgrad.head.softmax import product_gradient, token_statistics
@@ -118,13 +118,11 @@ class _SummedCrossEntropy(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         *sums, upstream = ctx.saved_tensors
-        # One-dimensional, so that a 16-bit sum is multiplied in fp32: by a scalar it would be multiplied in 16 bits.
-        scale_1 = (dtotal / upstream).reshape(1)
-        scaled = [
-            None if total is None else torch.mul(total, scale_1, out=torch.empty_like(total, dtype=dtype))
-            for total, dtype in zip(sums, ctx.dtypes, strict=True)
+        factor = dtotal / upstream
+        gradients = [
+            None if total is None else scaled(total, factor, dtype) for total, dtype in zip(sums, ctx.dtypes, strict=True)
         ]
-        return *scaled, None, None, None
+        return *gradients, None, None, None
 
 
 def _chunk_total(

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from streamgrad.core.checks import check_leaves, gradient_of_input
 from streamgrad.core.functions import first_order_only
-from streamgrad.core.shadows import Shadows, trainable_parameters
-from streamgrad.core.sums import accumulator_dtype, zeros_for_sum
+from streamgrad.core.modules import trainable_parameters
+from streamgrad.core.shadows import Shadows
+from streamgrad.core.sums import accumulator_dtype, scaled, zeros_for_sum
 from streamgrad.head.logits import LogitMap
 from streamgrad.head.rows import TargetRows
 
@@ -66,12 +67,12 @@ class _ModuleCrossEntropy(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         dhidden_NE, *sums = ctx.saved_tensors
-        scaled = [
-            None if total is None else (total * dtotal).to(dtype) for total, dtype in zip(sums, ctx.parameter_dtypes, strict=True)
+        dhidden = None if dhidden_NE is None else scaled(dhidden_NE, dtotal, dhidden_NE.dtype)
+        gradients = [
+            None if total is None else scaled(total, dtotal, dtype)
+            for total, dtype in zip(sums, ctx.parameter_dtypes, strict=True)
         ]
-        # By a tensor of one dimension, and so in fp32: by a scalar it would be multiplied in 16 bits.
-        dhidden = None if dhidden_NE is None else (dhidden_NE * dtotal.reshape(1)).to(dhidden_NE.dtype)
-        return None, None, None, None, dhidden, *scaled
+        return None, None, None, None, dhidden, *gradients
 
 
 def _total(

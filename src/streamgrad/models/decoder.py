@@ -22,6 +22,7 @@ from streamgrad.config import StreamConfig
 from streamgrad.core.chunk import SeamError
 from streamgrad.core.exchange import Exchange
 from streamgrad.core.layer import StreamedCall
+from streamgrad.core.modules import modules_of
 from streamgrad.core.moments import LayerPolicy
 from streamgrad.core.policy import Plan
 from streamgrad.core.states import StatefulCall
@@ -39,7 +40,6 @@ from streamgrad.models.support import (
     foreign_attention,
     is_stateful,
     layer_refusals,
-    modules_of,
 )
 
 # By the id of the mask a layer was given, which is held as well: no other can come to stand at its address.
@@ -166,7 +166,7 @@ class _DecoderCall:
             if stateful:
                 _refuse_for_states(arguments, self.sequences.exchange)
             mask = None if stateful else self._mask(arguments, h_BTE)
-            plan = self._plan(h_BTE, run, mask, lambda: self._other_kinds(args, kwargs))
+            plan = self._plan(h_BTE, run, mask, lambda parameters: self._other_kinds(parameters, args, kwargs))
             call = (StatefulCall if stateful else StreamedCall)(
                 layer=layer,
                 run=run,
@@ -192,16 +192,16 @@ class _DecoderCall:
 
         return run
 
-    def _other_kinds(self, args: tuple, kwargs: dict[str, Any]) -> Iterator[Trial]:
+    def _other_kinds(self, parameters: list[list[nn.Parameter]], args: tuple, kwargs: dict[str, Any]) -> Iterator[Trial]:
         """A layer of each kind but the first's, by class and sizes, with what the first layer was called with, but for its mask.
 
         None where an engine has the parameters of a layer elsewhere until it is called, or where it takes other arguments.
         """
-        if isinstance(self.layers[0], FSDPModule) or any(hasattr(p, "ds_id") for p in self.layers[0].parameters()):
+        if isinstance(self.layers[0], FSDPModule) or any(hasattr(p, "ds_id") for p in parameters[0]):
             return
-        seen, names = {_kind(self.layers[0])}, list(signature_of(self.forwards[0]).parameters)
-        for layer, forward in zip(self.layers, self.forwards, strict=True):
-            kind = _kind(layer)
+        kinds = [(type(layer), *(p.shape for p in own)) for layer, own in zip(self.layers, parameters, strict=True)]
+        seen, names = {kinds[0]}, list(signature_of(self.forwards[0]).parameters)
+        for layer, forward, kind in zip(self.layers, self.forwards, kinds, strict=True):
             if kind not in seen and list(signature_of(forward).parameters) == names:
                 seen.add(kind)
                 modules = modules_of(layer)
@@ -217,7 +217,7 @@ class _DecoderCall:
             self.masks[id(given)] = given, self.sequences.mask(_mask_of(arguments, h_BTE.shape[1], chunk_size))
         return self.masks[id(given)][1]
 
-    def _plan(self, h_BTE: Tensor, run: Callable[..., Tensor], mask: object, others: Callable[[], Iterator[Trial]]) -> Plan:
+    def _plan(self, h_BTE: Tensor, run: Callable[..., Tensor], mask: object, others: Callable[..., Iterator[Trial]]) -> Plan:
         if self.plan is None:
             planner, stream = self.stream.planner, self.stream
             if torch.is_grad_enabled():
@@ -237,10 +237,6 @@ class _DecoderCall:
                 layers, chunk_size = len(self.layers), planner.chunk_size(*h_BTE.shape[:2])
                 self.plan = Plan((LayerPolicy("input"),) * layers, (chunk_size,) * layers, 0.0, 0.0)
         return self.plan
-
-
-def _kind(layer: nn.Module) -> tuple:
-    return type(layer), *(parameter.shape for parameter in layer.parameters())
 
 
 def _refuse_for_states(arguments: LayerArguments, exchange: Exchange) -> None:

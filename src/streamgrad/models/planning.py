@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from streamgrad.config import StreamConfig
 from streamgrad.core.exchange import Exchange
 from streamgrad.core.machine import device_memory, host_budget_bytes, segments_grow, usable_share
+from streamgrad.core.modules import modules_of, parameters_of
 from streamgrad.core.moments import LayerCosts, LayerPolicy, Shape, embedding_parts, head_parts
 from streamgrad.core.policy import USUAL_CHUNK, Plan, Step, choose_plan, readable, regular_chunk
 from streamgrad.core.probe import PROBED_TOKENS, measured_costs
 from streamgrad.core.storage import HostStore
 from streamgrad.head.chunk_size import SHORTEST_CHUNK
 from streamgrad.models.forwards import InstalledForward, temporary_attribute
-from streamgrad.models.support import decoder_layers, modules_of
+from streamgrad.models.support import decoder_layers
 
 logger = logging.getLogger("streamgrad")
 
@@ -73,11 +74,11 @@ class Planner:
         head: Callable[[int], HeadCosts] | None,
         store: HostStore,
         exchange: Exchange,
-        others: Callable[[], Iterable[Trial]],
+        others: Callable[[list[list[nn.Parameter]]], Iterable[Trial]],
     ) -> Plan:
         """For a decoder whose first layer is about to run on `h_BTE` through `run` (see `StreamedCall`).
 
-        `others` makes a trial of each further kind of layer that it has.
+        `others` makes a trial of each further kind of layer, told by the parameters of all.
         """
         config, batch, sequence = self.config, h_BTE.shape[0], h_BTE.shape[1]
         if not self._must_measure(layers, h_BTE):
@@ -86,7 +87,8 @@ class Planner:
             self.latest = Plan(policies, (self.chunk_size(batch, sequence),) * len(layers), 0.0, 0.0)
             return self.latest
         kinds = [self._measured(Trial(layers[0], run, mask), backends, h_BTE, exchange)]
-        for trial in others():
+        parameters = [parameters_of(layer) for layer in layers]
+        for trial in others(parameters):
             try:
                 kinds.append(self._measured(trial, backends, h_BTE, exchange))
             except torch.OutOfMemoryError:
@@ -104,7 +106,7 @@ class Planner:
         resident, *missing = exchange.most(resident, -budget, -host)
         budget, host = (-number for number in missing)
 
-        gradients = sum(p.nbytes for layer in layers for p in layer.parameters() if p.requires_grad and p.grad is None)
+        gradients = sum(p.nbytes for own in parameters for p in own if p.requires_grad and p.grad is None)
 
         def step_of(sequence: int) -> Step:
             hidden = h_BTE.nbytes / h_BTE.shape[1] * sequence
@@ -145,7 +147,7 @@ class Planner:
 
     def _measured(self, trial: Trial, backends: list, h_BTE: Tensor, exchange: Exchange) -> LayerCosts:
         layer, stateful = trial.layer, trial.mask is None
-        trainable = tuple((parameter.requires_grad, parameter.shape) for parameter in layer.parameters())
+        trainable = tuple((parameter.requires_grad, parameter.shape) for parameter in parameters_of(layer))
         autocast = torch.is_autocast_enabled(h_BTE.device.type) and torch.get_autocast_dtype(h_BTE.device.type)
         tokens = min(2 * PROBED_TOKENS, h_BTE.shape[1])
         key = (type(layer), h_BTE.dtype, autocast, trainable, layer.training, tokens, exchange.ranks)

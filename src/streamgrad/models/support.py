@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from streamgrad.core.modules import modules_of
 from streamgrad.models.arguments import CACHE_NAMES, cache_argument
 from streamgrad.models.forwards import own_forward
 
@@ -184,18 +185,6 @@ def follows_length(module: nn.Module) -> bool:
     if kinds is None:
         return False
     return any(kind in _LENGTH_DEPENDENT_ROPE for kind in (kinds.values() if isinstance(kinds, dict) else (kinds,)))
-
-
-def modules_of(root: nn.Module, *, but_for: Sequence[nn.Module] = ()) -> list[nn.Module]:
-    """`root` and all modules in it, each once, without walking into some. Unlike `root.modules()`, it makes no names of them."""
-    seen, found, pending = set(but_for), [], [root]
-    while pending:
-        module = pending.pop()
-        if module not in seen:
-            seen.add(module)
-            found.append(module)
-            pending += [child for child in module._modules.values() if child is not None]
-    return found
 
 
 def _refusals(decoder: Any, layers: list[nn.Module], config: Any) -> Iterator[str]:
