@@ -29,6 +29,7 @@ from streamgrad.bench.predicted import (
 from streamgrad.bench.records import Session, rows_in
 
 RECORDS = rows_in(Path(__file__).parents[1] / "benchmarks" / "results" / "predicted.jsonl")
+KNOWN = {configuration.command for configuration in CONFIGURATIONS}
 
 
 @pytest.mark.parametrize(
@@ -99,22 +100,22 @@ def test_records_by_configuration():
 
 @pytest.mark.parametrize("found", found_in(RECORDS), ids=lambda found: found.configuration.command.partition("--")[2])
 def test_predicted_longest_lengths_are_within_5_per_cent(found):
-    """Where both ends were found. Where only lengths that fail were, at least not 5 per cent above one of them."""
+    """Where both ends were found. Where only lengths that fit were, at least not 5 per cent below one of them."""
     predicted = found.configuration.longest_tokens()
-    if found.fitted is None:
-        assert predicted <= 1.05 * found.failed, found
+    if found.failed is None:
+        assert 1.05 * predicted >= found.fitted, found
     else:
         assert found.holds(predicted), found
 
 
 def test_most_configurations_have_both_ends():
     complete = [found for found in found_in(RECORDS) if found.fitted and found.failed]
-    assert len(complete) >= 10
+    assert len(complete) >= 11
 
 
 @pytest.mark.parametrize(
     "record",
-    [record for record in with_growing_segments(RECORDS) if record["error"] is None],
+    [record for record in with_growing_segments(RECORDS) if record["error"] is None and record["command"] in KNOWN],
     ids=lambda record: f"{record['model']} {record['training']} {record['seq_len']}",
 )
 def test_the_peak_of_a_step_that_fills_a_card(record):
@@ -124,5 +125,6 @@ def test_the_peak_of_a_step_that_fills_a_card(record):
         record["model"], record["seq_len"], method=record["training"], optimizer="none", offload=record["policy"]["offload"],
         gpu_memory=cap, host_memory="100GiB",
     ).streamed  # fmt: skip
-    assert streamed.fits and min(streamed.plan.chunk_sizes) == min(record["policy"]["chunk_sizes"])
+    assert streamed.fits == (record["seq_len"] <= streamed.longest_tokens)
+    assert min(streamed.plan.chunk_sizes) == min(record["policy"]["chunk_sizes"])
     assert streamed.peak_bytes == pytest.approx(record["peak_bytes"], rel=0.02)

@@ -315,12 +315,20 @@ options = dict(model="tiny", lengths=[33], runs=1, warm_ups=0, command="", devic
 config = StreamConfig(chunk_size=16, keep="input")
 for record in step.measure_steps(methods=["streamgrad", "streamgrad-zero3"], config=config, **options):
     print("ROW", json.dumps([record.method, record.error, record.step_ms, record.policy["plan"]]))
+network = step.preset_model("tiny", device=torch.device("cpu"))
+weights = sum(parameter.nbytes for parameter in network.parameters())
+optimizer = step.zero3_for_one_rank(network, torch.device("cpu")).optimizer
+held = [part for own in (optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat) for part in own]
+print("HELD", json.dumps([weights, sum(part.nbytes for part in held), len(set(part.data_ptr() for part in held)) == len(held)]))
 """
     environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
     rows = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("ROW ")]
     assert [row[0] for row in rows] == ["streamgrad", "streamgrad-zero3"], done.stderr
     assert rows[1][1] is None and rows[1][2] > 0 and rows[1][3] == rows[0][3]
+    # The report says that DeepSpeed's optimizer holds the weights a second time.
+    weights, held, apart = next(json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("HELD "))
+    assert held == 2 * weights and apart
 
 
 def test_zero3_is_not_measured_beside_liger(on_cpu):

@@ -87,8 +87,8 @@ CONFIGURATIONS = (
     Configuration("llama-3.1-8b", "lora", "24GiB"),
     Configuration("gemma-3-1b", "full", "8GiB"),
     Configuration("gemma-3-1b", "lora", "6GiB"),
-    Configuration("gemma-3-1b", "full", "6GiB", offload="auto"),
-    Configuration("gemma-3-1b", "lora", "4GiB", offload="auto"),
+    Configuration("qwen3-1.7b", "full", "8GiB", offload="auto"),
+    Configuration("qwen3-1.7b", "lora", "5GiB", offload="auto"),
 )
 
 

@@ -150,9 +150,10 @@ def head_parts(hidden_bytes: float, logit_bytes: float, trainable: int, itemsize
 def embedding_parts(tokens: int, token_bytes: float, *, width_sum_bytes: float, dense_bytes: float) -> Parts:
     """Where backward reaches the embeddings: the gradient that arrives there, and theirs, which is as large as the vocabulary.
 
-    To make it, torch sums rows of equal ids in fp32, at most ten together: there are up to 1.1 sums a token.
+    To make it, torch sums rows of equal ids in fp32, at most ten together: it has room for a sum of every id that there may be,
+    and for one more for every ten tokens.
     """
-    sums = 1.1 * tokens * width_sum_bytes if dense_bytes else 0.0
+    sums = (tokens / 10 + min(tokens, dense_bytes / token_bytes)) * width_sum_bytes if dense_bytes else 0.0
     return {"hidden states": tokens * token_bytes, "gradients": dense_bytes, "other": sums}
 
 

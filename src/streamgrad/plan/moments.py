@@ -67,9 +67,13 @@ class Workload:
 
     @property
     def always(self) -> Parts:
-        """What is there at every moment: the resident parts, token ids, positions and rotary angles, and workspaces."""
-        per_token = self.shape.profile.positions + _TOKEN_IDS
-        return sum_of(self.resident, {"other": self.tokens * per_token, "workspace": _ALWAYS * _PRODUCT_WORKSPACE})
+        """What is there at every moment: the resident parts, token ids, and workspaces."""
+        return sum_of(self.resident, {"other": self.tokens * _TOKEN_IDS, "workspace": _ALWAYS * _PRODUCT_WORKSPACE})
+
+    @property
+    def with_positions(self) -> Parts:
+        """The same, while layers are there that still need positions and rotary angles."""
+        return sum_of(self.always, {"other": self.tokens * self.shape.profile.positions})
 
     def gradients(self, finished_layers: int) -> float:
         """Of the head and of the last layers, at their final size."""
@@ -92,18 +96,20 @@ def streamed_moments(load: Workload, policies: Sequence[LayerPolicy], chunk_size
     kept = list(accumulate((_on_device(load, policy) for policy in policies), sum_of))
     # With adapters the embeddings are a leaf of the graph, made to require a gradient, and are held until backward reaches it.
     leaf = shape.outside_trainable == 0 and policies[0].on_host  # else it is the input that the first layer keeps
-    always = sum_of(load.always, {"hidden states": tokens * costs.input if leaf else 0.0})
+    leaves = {"hidden states": tokens * costs.input if leaf else 0.0}
+    always = sum_of(load.with_positions, leaves)
     logits = head_rows * (shape.vocabulary * shape.itemsize + 4 * shape.width)
     head = head_parts(tokens * costs.input, logits, shape.head_trainable, shape.itemsize)
     moments = [Moment("the head", sum_of(always, kept[-1], head))]
-    always = sum_of(always, {"workspace": _FOR_WEIGHTS * _PRODUCT_WORKSPACE if shape.outside_trainable else 0.0})
+    workspace = {"workspace": _FOR_WEIGHTS * _PRODUCT_WORKSPACE if shape.outside_trainable else 0.0}
+    always = sum_of(always, workspace)
     for index, (policy, chunk_size) in enumerate(zip(policies, chunk_sizes, strict=True)):
         below = sum_of(always, kept[index], {"gradients": load.gradients(shape.layers - 1 - index)})
         moments += [
             Moment(f"{name} in backward of layer {index}", sum_of(below, parts))
             for name, parts in layer_moments(costs, load.batch, policy, chunk_size).items()
         ]
-    moments.append(_embeddings(load, always))
+    moments.append(_embeddings(load, sum_of(load.always, leaves, workspace)))
     return moments
 
 
@@ -114,9 +120,10 @@ def checkpointing_moments(load: Workload) -> list[Moment]:
     kept = {"kept inputs": shape.layers * tokens * costs.input}
     logits: Parts = {"logits": _LOGIT_BYTES * tokens * shape.vocabulary}
     graph = {"chunk activations": tokens * costs.widest, "gradients": shape.itemsize * shape.layer_trainable}
-    layer = sum_of(load.always, kept, through, graph, {"gradients": load.gradients(0), "workspace": tokens * costs.workspace})
+    before = sum_of(load.with_positions, kept, through)
+    layer = sum_of(before, graph, {"gradients": load.gradients(0), "workspace": tokens * costs.workspace})
     return [
-        Moment("the logits", sum_of(load.always, kept, through, logits)),
+        Moment("the logits", sum_of(before, logits)),
         Moment(f"backward of layer {shape.layers - 1}", layer),
         _embeddings(load, load.always),
     ]
