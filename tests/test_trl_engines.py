@@ -15,6 +15,7 @@ from trl.trainer.utils import add_fused_lm_head
 import streamgrad.trl.scoring
 from engine_worker import Case, Zero, launch, optimizer_for, prepare_deepspeed
 from gradients import no_float32, worst_gradient_error
+from lora import with_lora
 from streamgrad import StreamConfig
 from streamgrad.distributed import make_zero3_leaves
 from streamgrad.trl.scoring import add_streamed_head
@@ -66,31 +67,38 @@ def scored_loss(model, rank: int) -> torch.Tensor:
     return (outputs.log_probs.sin() + 0.3 * outputs.entropy).sum()
 
 
-def sharded_gradients(cases: list[tuple[str, bool]]) -> list[dict[str, torch.Tensor]]:
-    """On one rank: the gradients of `scored_loss` for each `(family, head a unit of its own)`, gathered."""
+def scored_model(family: str, head: str):
+    """`head` is "of the root", "of its own" (a unit of FSDP2's), or "saved": also of its own, and trained as a copy by PEFT."""
+    model = tiny_model(family)
+    return with_lora(model, targets=["q_proj"], modules_to_save=["lm_head"]).base_model.model if head == "saved" else model
+
+
+def sharded_gradients(cases: list[tuple[str, str]]) -> list[dict[str, torch.Tensor]]:
+    """On one rank: the gradients of `scored_loss` for each case of `scored_model`, gathered."""
     results = []
-    for family, head_too in cases:
-        model = tiny_model(family)
+    for family, head in cases:
+        model = scored_model(family, head)
         add_streamed_head(model, StreamConfig(chunk_size=4, head_chunk_size=3), outputs=FIELDS)
-        for unit in (*model.model.layers, *([model.lm_head] if head_too else []), model):
+        for unit in (*model.model.layers, *([] if head == "of the root" else [model.lm_head]), model):
             fully_shard(unit)
         with no_float32():
             scored_loss(model, dist.get_rank()).backward()
-        assert all(isinstance(parameter.grad, DTensor) for parameter in model.parameters())
-        results.append({name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()})
+        trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        assert all(isinstance(parameter.grad, DTensor) for parameter in trainable.values())
+        results.append({name: parameter.grad.full_tensor() for name, parameter in trainable.items()})
     return results
 
 
 def test_scores_under_fsdp2():
     """Weights exist only while their module runs; the head's are read inside its own call."""
-    cases = [("qwen3", False), ("llama", False), ("llama", True)]
+    cases = [("qwen3", "of the root"), ("llama", "of the root"), ("llama", "of its own"), ("llama", "saved")]
     first, _ = launch(sharded_gradients, cases)
-    for (family, _), gradients in zip(cases, first, strict=True):
-        model = tiny_model(family)
+    for case, gradients in zip(cases, first, strict=True):
+        model = scored_model(*case)
         with no_float32(), trl_on_full_logits():
             add_fused_lm_head(model, outputs=FIELDS)
             (sum(scored_loss(model, rank) for rank in range(2)) / 2).backward()
-        expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+        expected = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
         worst, name = worst_gradient_error(gradients, expected)
         assert worst < 1e-10, name
 

@@ -92,7 +92,7 @@ class ScoringForward:
 
     def _scores(self, hidden_BTE: Tensor, targets_BT: Tensor) -> dict[str, Tensor]:
         """The scores, computed inside the head module's own call: there, engines that shard weights have gathered them."""
-        scoring, head = self.scoring, _linear_head(self.model)
+        scoring, outer, head = self.scoring, self.model.get_output_embeddings(), _linear_head(self.model)  # type: ignore[operator]
 
         def forward(hidden_BTE: Tensor) -> dict[str, Tensor]:
             return token_scores(
@@ -111,9 +111,9 @@ class ScoringForward:
         hidden_BTE = hidden_BTE.to(head.weight.device)
         with temporary_attribute(head, "forward", forward):
             if not scoring.in_float32:
-                return head(hidden_BTE)
+                return outer(hidden_BTE)
             with torch.autocast(hidden_BTE.device.type, enabled=False):
-                return head(hidden_BTE.float())
+                return outer(hidden_BTE.float())
 
 
 def _linear_head(model: Any) -> nn.Linear:
