@@ -21,7 +21,7 @@ from streamgrad.core.functions import first_order_only
 from streamgrad.core.replay import as_autocast
 from streamgrad.core.sums import accumulator_dtype, scaled
 from streamgrad.head.logits import HeadGradients, LinearHead, LogitMap
-from streamgrad.head.rows import TargetRows, flatten
+from streamgrad.head.rows import TargetRows, flatten, refuse_two_dtypes
 from streamgrad.head.softmax import product_gradient, token_statistics
 
 
@@ -50,6 +50,7 @@ def linear_cross_entropy(
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f'reduction={reduction!r} is not a choice. Pass "mean" or "sum"; token_logprobs gives single terms.')
+    refuse_two_dtypes(hidden, weight)
     logit_map = LogitMap.build(logit_scale=logit_scale, softcap=softcap, temperature=temperature)
     hidden_NE, targets_N = flatten(hidden, weight, targets)
     rows = TargetRows(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from streamgrad.head.logits import LogitMap
+from streamgrad.head.rows import refuse_two_dtypes
 from streamgrad.head.scores import token_scores
 
 
@@ -34,6 +35,7 @@ def token_logprobs(
     `(logprobs, entropy)` with `return_entropy=True`; both are differentiable. `chunk_size` is how many tokens have logits at a
     time; `"auto"` takes it from the memory that is free.
     """
+    refuse_two_dtypes(hidden, weight)
     scores = token_scores(
         hidden,
         weight,

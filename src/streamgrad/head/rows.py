@@ -107,3 +107,12 @@ def flatten(hidden: Tensor, weight_VE: Tensor, targets: Tensor) -> tuple[Tensor,
     if targets.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"targets are {targets.dtype}; token ids must be int64 or int32.")
     return hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).to(device=hidden.device, dtype=torch.int64)
+
+
+def refuse_two_dtypes(hidden: Tensor, weight: Tensor) -> None:
+    """Where no autocast says what the product is made in."""
+    if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
+        raise ValueError(
+            f"hidden states are {hidden.dtype} and the weight is {weight.dtype}, so that one would have to be converted. Convert "
+            "the one you mean, or call this under autocast."
+        )
