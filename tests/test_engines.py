@@ -9,6 +9,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, M
 import streamgrad
 from engine_worker import CHUNKS, Case, batches_of, build, check_cases, launch, plain_backprop, run_cases
 from gradients import total_gradient_error
+from test_all_families import LAYERS_TAKE_STATES_UP
+
+# Latent attention with experts, and layers with states.
+OTHER_KINDS = ["deepseek_v3", *(["granitemoehybrid"] if LAYERS_TAKE_STATES_UP else [])]
 
 
 def test_ddp(subtests):
@@ -23,6 +27,7 @@ def test_ddp(subtests):
             Case("ddp", options={"find_unused_parameters": True}),
             Case("ddp", keep="attention", fused=True),
             Case("ddp", "tied", micro_batches=2, options={"gradient_as_bucket_view": True}),
+            *(Case("ddp", family) for family in OTHER_KINDS),
         ],
     )
 
@@ -41,6 +46,7 @@ def test_fsdp2(subtests):
             Case("fsdp2", "lora", fused=True),
             Case("fsdp2", keep="attention", options={"head_too": True}),
             Case("fsdp2", options={"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+            *(Case("fsdp2", family) for family in OTHER_KINDS),
         ],
     )
 

@@ -34,6 +34,7 @@ def test_zero_3(subtests):
             *(Case("zero3", chunks=chunks) for chunks in CHUNKS),
             Case("zero3", "tied", micro_batches=2),
             Case("zero3", keep="attention"),
+            Case("zero3", "deepseek_v3"),
             Case("zero3", fused=True),
             Case("zero3", keep="all", fused=True),
             Case("zero3", "lora", fused=True),
