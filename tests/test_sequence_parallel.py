@@ -33,6 +33,8 @@ TWO_RANKS = [
     Case("gpt_oss", kind="positions"),
     Case("gemma2", chunk_size=5),
     Case("qwen3_moe", chunk_size=5),
+    *(Case("deepseek_v3", chunk_size=5, keep=keep) for keep in ("input", "attention", "all")),
+    Case("deepseek_v3", kind="packed", chunk_size=5),
     Case(lora=True, chunk_size=5),
     # Fused, as on a GPU in 16 bits.
     *(Case(chunk_size=5, keep=keep, options={"compile": "on"}) for keep in ("input", "attention", "all")),
