@@ -33,7 +33,7 @@ from streamgrad.models.dealing import SequenceGroup, Slices, WholeSequences, seq
 from streamgrad.models.forwards import named_arguments, own_forward, signature_of, temporary_attributes
 from streamgrad.models.fusion import Fusion
 from streamgrad.models.masks import layer_mask, with_documents
-from streamgrad.models.planning import HeadCosts, Planner, Trial
+from streamgrad.models.planning import HeadCosts, Planner, Sample
 from streamgrad.models.support import (
     attention_configs,
     decoder_layers,
@@ -166,7 +166,7 @@ class _DecoderCall:
             if stateful:
                 _refuse_for_states(arguments, self.sequences.exchange)
             mask = None if stateful else self._mask(arguments, h_BTE)
-            plan = self._plan(h_BTE, run, mask, lambda parameters: self._other_kinds(parameters, args, kwargs))
+            plan = self._plan(h_BTE, Sample(layer, run, mask), lambda parameters: self._other_kinds(parameters, args, kwargs))
             call = (StatefulCall if stateful else StreamedCall)(
                 layer=layer,
                 run=run,
@@ -192,7 +192,7 @@ class _DecoderCall:
 
         return run
 
-    def _other_kinds(self, parameters: list[list[nn.Parameter]], args: tuple, kwargs: dict[str, Any]) -> Iterator[Trial]:
+    def _other_kinds(self, parameters: list[list[nn.Parameter]], args: tuple, kwargs: dict[str, Any]) -> Iterator[Sample]:
         """A layer of each kind but the first's, by class and sizes, with what the first layer was called with, but for its mask.
 
         None where an engine has the parameters of a layer elsewhere until it is called, or where it takes other arguments.
@@ -208,7 +208,7 @@ class _DecoderCall:
                 h_BTE, arguments = LayerArguments.bind(forward, args, kwargs)
                 arguments.attention_mask = None
                 mask = None if is_stateful(modules) else self.sequences.mask(_mask_of(arguments, h_BTE.shape[1], h_BTE.shape[1]))
-                yield Trial(layer, self._run(modules, arguments), mask)
+                yield Sample(layer, self._run(modules, arguments), mask)
 
     def _mask(self, arguments: LayerArguments, h_BTE: Tensor) -> CausalMask | DenseMask:
         given = arguments.attention_mask
@@ -217,7 +217,7 @@ class _DecoderCall:
             self.masks[id(given)] = given, self.sequences.mask(_mask_of(arguments, h_BTE.shape[1], chunk_size))
         return self.masks[id(given)][1]
 
-    def _plan(self, h_BTE: Tensor, run: Callable[..., Tensor], mask: object, others: Callable[..., Iterator[Trial]]) -> Plan:
+    def _plan(self, h_BTE: Tensor, first: Sample, others: Callable[..., Iterator[Sample]]) -> Plan:
         if self.plan is None:
             planner, stream = self.stream.planner, self.stream
             if torch.is_grad_enabled():
@@ -225,13 +225,12 @@ class _DecoderCall:
                     self.decoder,
                     self.layers,
                     h_BTE,
-                    run,
-                    mask,
+                    first,
+                    others,
                     stream.backends,
                     stream.head,
                     stream.host_store,
                     self.sequences.exchange,
-                    others,
                 )
             else:
                 layers, chunk_size = len(self.layers), planner.chunk_size(*h_BTE.shape[:2])

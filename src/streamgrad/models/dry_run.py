@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import importlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,7 @@ from streamgrad.core.probe import measured_costs
 from streamgrad.core.sums import accumulator_dtype
 from streamgrad.models.decoder import DecoderStream, decoder_forward
 from streamgrad.models.forwards import InstalledForward
+from streamgrad.models.planning import Sample
 from streamgrad.models.presets import short_reason, with_layers
 from streamgrad.models.shape import LayerProfile, ModelShape
 from streamgrad.models.support import decoder_layers, find_decoder, has_states, sliding_window
@@ -142,18 +143,19 @@ class _Recorder:
     def chunk_size(self, batch: int, sequence: int) -> int:
         return sequence
 
-    def plan(self, decoder: Any, layers: list[nn.Module], h_BLE: Tensor, run: Callable[..., Tensor], mask: object, backends: list,
-             *others: Any) -> None:  # fmt: skip
+    def plan(
+        self, decoder: Any, layers: list[nn.Module], h_BLE: Tensor, first: Sample, others: Any, backends: list, *rest: Any
+    ) -> None:
         positions = self.live.live_bytes - h_BLE.nbytes
         h_BLE, attention = torch.empty_like(h_BLE).requires_grad_(), self.attention
         with torch.enable_grad(), _flop_counter() as forward:
             attention.flops = forward
-            out_BLE = run(h_BLE, Chunk(0, TOKENS, KeyValueStream(TOKENS), mask, backends))
+            out_BLE = first.run(h_BLE, Chunk(0, TOKENS, KeyValueStream(TOKENS), first.mask, backends))
         with _flop_counter() as backward:
             torch.autograd.backward(out_BLE, torch.empty_like(h_BLE))
         attention.flops = None
         self.profile = LayerProfile(
-            costs=measured_costs(layers[0], run, mask, backends, h_BLE),
+            costs=measured_costs(first.layer, first.run, first.mask, backends, h_BLE),
             forward_flops=forward.get_total_flops() / TOKENS,
             backward_flops=backward.get_total_flops() / TOKENS,
             projection_flops=attention.flops_before / TOKENS,

@@ -41,8 +41,8 @@ class HeadCosts:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A layer that can be run, as in `StreamedCall`; without a mask where it has states and no attention."""
+class Sample:
+    """One layer of a kind, which can be run, as in `StreamedCall`; without a mask where it has states and no attention."""
 
     layer: nn.Module
     run: Callable[..., Tensor]
@@ -68,17 +68,16 @@ class Planner:
         decoder: nn.Module,
         layers: list[nn.Module],
         h_BTE: Tensor,
-        run: Callable[..., Tensor],
-        mask: object,
+        first: Sample,
+        others: Callable[[list[list[nn.Parameter]]], Iterable[Sample]],
         backends: list,
         head: Callable[[int], HeadCosts] | None,
         store: HostStore,
         exchange: Exchange,
-        others: Callable[[list[list[nn.Parameter]]], Iterable[Trial]],
     ) -> Plan:
-        """For a decoder whose first layer is about to run on `h_BTE` through `run` (see `StreamedCall`).
+        """For a decoder whose first layer is about to run on `h_BTE`.
 
-        `others` makes a trial of each further kind of layer, told by the parameters of all.
+        `others` makes a sample of each further kind of layer, told by the parameters of all.
         """
         config, batch, sequence = self.config, h_BTE.shape[0], h_BTE.shape[1]
         if not self._must_measure(layers, h_BTE):
@@ -86,15 +85,15 @@ class Planner:
             policies = (LayerPolicy(keep, on_host=config.offload == "host" and keep != "all"),) * len(layers)
             self.latest = Plan(policies, (self.chunk_size(batch, sequence),) * len(layers), 0.0, 0.0)
             return self.latest
-        kinds = [self._measured(Trial(layers[0], run, mask), backends, h_BTE, exchange)]
+        kinds = [self._measured(first, backends, h_BTE, exchange)]
         parameters = [parameters_of(layer) for layer in layers]
-        for trial in others(parameters):
+        for sample in others(parameters):
             try:
-                kinds.append(self._measured(trial, backends, h_BTE, exchange))
+                kinds.append(self._measured(sample, backends, h_BTE, exchange))
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:  # where layers of a kind are called with other arguments than the first
-                logger.debug("streamgrad: %s is not measured: %s", type(trial.layer).__name__, error)
+                logger.debug("streamgrad: %s is not measured: %s", type(sample.layer).__name__, error)
         costs = LayerCosts(*map(max, zip(*map(astuple, kinds), strict=True)))  # every layer is taken for the largest
         on_cuda = h_BTE.device.type == "cuda"
         held, limit = device_memory(h_BTE.device) if on_cuda else (_bytes_of(decoder), float("inf"))
@@ -145,14 +144,14 @@ class Planner:
             return False
         return config.keep == "auto" or config.offload != "none" or config.chunk_size == "auto"
 
-    def _measured(self, trial: Trial, backends: list, h_BTE: Tensor, exchange: Exchange) -> LayerCosts:
-        layer, stateful = trial.layer, trial.mask is None
+    def _measured(self, sample: Sample, backends: list, h_BTE: Tensor, exchange: Exchange) -> LayerCosts:
+        layer, stateful = sample.layer, sample.mask is None
         trainable = tuple((parameter.requires_grad, parameter.shape) for parameter in parameters_of(layer))
         autocast = torch.is_autocast_enabled(h_BTE.device.type) and torch.get_autocast_dtype(h_BTE.device.type)
         tokens = min(2 * PROBED_TOKENS, h_BTE.shape[1])
         key = (type(layer), h_BTE.dtype, autocast, trainable, layer.training, tokens, exchange.ranks)
         if key not in self._costs:
-            measured = measured_costs(layer, trial.run, trial.mask, backends, h_BTE, exchange, stateful=stateful)
+            measured = measured_costs(layer, sample.run, sample.mask, backends, h_BTE, exchange, stateful=stateful)
             self._costs[key] = LayerCosts(*exchange.most(*astuple(measured)))
         return self._costs[key]
 
