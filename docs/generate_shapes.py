@@ -12,7 +12,7 @@ import torch
 from streamgrad.models import shape
 from streamgrad.models.dry_run import model_shape
 from streamgrad.models.presets import preset_config, preset_names
-from streamgrad.models.remembered import entry_name
+from streamgrad.models.remembered import WITHOUT_A_PART, entry_name
 
 FILE = Path(shape.__file__).parent / "shapes.json"
 # Those that `plan` has by default: dtype, and rank of adapters.
@@ -25,7 +25,10 @@ def shapes(preset: str) -> dict[str, Any]:
         entry_name(dtype, rank): model_shape(preset_config(preset), dtype=getattr(torch, dtype), lora_rank=rank)
         for dtype, rank in KINDS
     }
-    return {name: dataclasses.asdict(each) for name, each in measured.items()}
+    # As it would stand in a file, where a list is what a tuple was.
+    complete = json.loads(preset_config(preset).to_json_string(use_diff=False))
+    configuration = {key: value for key, value in complete.items() if key not in WITHOUT_A_PART}
+    return {name: dataclasses.asdict(each) for name, each in measured.items()} | {"configuration": configuration}
 
 
 if __name__ == "__main__":

@@ -10,10 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from transformers import AutoConfig
 
 import streamgrad
 from streamgrad.models import remembered
-from streamgrad.models.names import packaged
+from streamgrad.models.dry_run import model_shape
+from streamgrad.models.names import packaged, preset_names
 from streamgrad.models.presets import preset_config
 from streamgrad.models.remembered import shape_of
 from streamgrad.models.shape import ModelShape
@@ -89,9 +91,79 @@ def test_every_number_comes_back_as_it_was(measured, cache, model):
     """Whole numbers as ints, others bit for bit."""
     costs = replace(SHAPE.profile.costs, input=1 / 3, widest=2.0**60 + 256.0, gradients=2**62 + 1)
     exact = replace(SHAPE, profile=replace(SHAPE.profile, costs=costs))
-    file = remembered._file_for(model, "bfloat16", None)
+    file = remembered._file_for(remembered._configuration(model), "bfloat16", None)
     remembered._write(file, exact)
     assert repr(shape(model)) == repr(exact) and not measured
+
+
+# As they are published: by earlier versions of transformers, with what a preset leaves to its family.
+PUBLISHED = {
+    "qwen3-8b": {
+        "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
+        "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+        "intermediate_size": 12288, "max_position_embeddings": 40960, "model_type": "qwen3", "num_attention_heads": 32,
+        "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
+        "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.51.0",
+        "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+    },
+    "llama-3.1-8b": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+        "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+        "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama", "num_attention_heads": 32,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.43.0.dev0",
+        "use_cache": True, "vocab_size": 128256,
+    },
+}  # fmt: skip
+
+
+def directory_of(tmp_path: Path, configuration: dict) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(configuration))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_directory_with_the_configuration_of_a_preset_is_not_measured(measured, cache, tmp_path, name):
+    """And what is taken for it is what would be."""
+    directory = directory_of(tmp_path, PUBLISHED[name])
+    assert shape(directory) == shape(name) and shape(directory, lora_rank=32) == shape(name, lora_rank=32) and not measured
+    assert shape(directory, lora_rank=8) == measured[0]
+
+
+def test_that_is_the_shape_of_such_a_directory(tmp_path):
+    """In the dtype that was asked for, whatever a file says of the weights."""
+    for dtype in ("bfloat16", "float32"):
+        config = AutoConfig.from_pretrained(directory_of(tmp_path, PUBLISHED["llama-3.1-8b"] | {"torch_dtype": dtype}))
+        assert model_shape(config) == shape("llama-3.1-8b")
+
+
+@pytest.mark.parametrize("name", [name for name in preset_names() if name not in PUBLISHED])
+def test_every_preset_is_recognised(measured, cache, tmp_path, name):
+    preset_config(name).save_pretrained(tmp_path)
+    assert shape(tmp_path) == shape(name) and not measured
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_hidden_layers": 35}, {"attention_bias": True}, {"hidden_act": "gelu"}, {"tie_word_embeddings": True},
+        {"use_sliding_window": True}, {"quantization_config": {"bits": 4}}, {"rope_scaling": {"rope_type": "longrope"}},
+        {"rope_scaling": "much"}, {"rope_scaling": {}}, {"head_dim": None}, {"model_type": "qwen2"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_directory_that_says_anything_else_is_measured(measured, cache, tmp_path, change):
+    assert shape(directory_of(tmp_path, PUBLISHED["qwen3-8b"] | change)) == measured[0]
+
+
+@pytest.mark.parametrize("left_out", ["vocab_size", "hidden_size", "tie_word_embeddings"])
+def test_a_directory_that_says_less_is_measured(measured, cache, tmp_path, left_out):
+    said = {key: value for key, value in PUBLISHED["qwen3-8b"].items() if key != left_out}
+    assert shape(directory_of(tmp_path, said)) == measured[0]
 
 
 def other_version(name: str) -> str:
@@ -162,7 +234,7 @@ def in_the_way(tmp_path: Path, model: Path) -> str:
 
 def a_folder_for_the_file(tmp_path: Path, model: Path) -> str:
     os.environ["STREAMGRAD_CACHE"] = str(tmp_path)
-    remembered._file_for(model, "bfloat16", None).mkdir()
+    remembered._file_for(remembered._configuration(model), "bfloat16", None).mkdir()
     return str(tmp_path)
 
 

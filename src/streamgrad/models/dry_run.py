@@ -81,18 +81,15 @@ def model_shape(config: PretrainedConfig, *, dtype: torch.dtype = torch.bfloat16
 
 def meta_model(config: PretrainedConfig, *, dtype: torch.dtype, lora_rank: int | None = None) -> PreTrainedModel:
     """The model without values; with a rank, frozen but for adapters on every linear map of its layers."""
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(copy.deepcopy(config)).train()  # it keeps, and may change, what it is given
+            # A copy, as it keeps, and may change, what it is given.
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype).train()
     except Exception as error:  # of any kind: no class of transformers' says in one way what it cannot be made of
         raise ValueError(
             f"transformers cannot build a {config.model_type} model of this configuration: "
             f"{type(error).__name__}: {short_reason(error)}"
         ) from error
-    finally:
-        torch.set_default_dtype(previous)
     if lora_rank is not None:
         try:
             peft = importlib.import_module("peft")

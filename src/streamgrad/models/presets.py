@@ -106,10 +106,5 @@ def preset_model(
 ) -> PreTrainedModel:
     """A model of the preset's shape, or of its first `layers` layers, with random weights, on `device`, in training mode."""
     config = preset_config(name) if layers is None else with_layers(preset_config(name), layers)
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            return AutoModelForCausalLM.from_config(config).train()
-    finally:
-        torch.set_default_dtype(previous)
+    with device:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
