@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import batches
 import streamgrad
 from gradients import assert_same_step, no_float32, relative_error, run_step, total_gradient_error, worst_gradient_error
 from lora import with_lora
+from streamgrad.core.checks import Expectation
 from streamgrad.core.live import LiveBytes
 from tiny import tiny_model, tokens
 
@@ -188,6 +190,26 @@ def test_nothing_outlives_a_step_or_a_forward_without_backward(keep):
             assert live.live_bytes == 0, "a finished step leaves tensors behind"
     finally:
         gc.enable()
+
+
+def test_what_was_noted_of_a_layer_is_gone_when_its_backward_is(monkeypatch):
+    """And not only at the end of the step, when it is known whether layers did the same again."""
+    model = tiny_model("llama")
+    streamgrad.enable(model, **OPTIONS, keep="input")
+    noted, alive = [], []
+    make = Expectation.__init__
+
+    def init(self, *args):
+        make(self, *args)
+        noted.append(weakref.ref(self))
+
+    monkeypatch.setattr(Expectation, "__init__", init)
+    embeddings = model.get_input_embeddings()
+    embeddings.register_forward_hook(
+        lambda module, args, out: out.register_hook(lambda grad: alive.extend(ref() is not None for ref in noted)) and None
+    )
+    model(**batches.plain(model)).loss.backward()
+    assert len(alive) == len(model.model.layers) and not any(alive)
 
 
 def test_backward_twice_through_a_retained_graph():

@@ -67,8 +67,9 @@ class Expectation:
 
     def check_outcome_later(self, *, in_16_bits: bool) -> None:
         """When the backward pass that is under way ends, so that no layer waits for the device."""
-        deviation = self._largest_deviation()
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._check_outcome(deviation.item(), in_16_bits))
+        # Not a method: until then, what was noted of every layer would be held.
+        check = functools.partial(_check_outcome, type(self.layer).__name__, self._largest_deviation(), in_16_bits)
+        torch.autograd.Variable._execution_engine.queue_callback(check)
 
     def _largest_deviation(self) -> Tensor:
         """How far the re-run of any chunk is from what was noted."""
@@ -79,15 +80,16 @@ class Expectation:
         # Not finite again is as it was; not finite where it was finite is a difference.
         return torch.where(noted_CN.isfinite().all(dim=1), deviation_C.nan_to_num(nan=torch.inf), 0.0).max()
 
-    def _check_outcome(self, deviation: float, in_16_bits: bool) -> None:
-        # Far above what another kernel or another order of sums gives, far below what another mask or adapter gives.
-        allowed = 0.05 if in_16_bits else 1e-3
-        if deviation > allowed:
-            raise RuntimeError(
-                f"{type(self.layer).__name__} computed something else when it was run again for backward (relative difference "
-                f"{deviation:.1e}): an adapter, a hook, train/eval mode, weights or a random state of its own changed since "
-                f"forward, so gradients would be wrong. {_REMEDY}"
-            )
+
+def _check_outcome(layer: str, deviation: Tensor, in_16_bits: bool) -> None:
+    # Far above what another kernel or another order of sums gives, far below what another mask or adapter gives.
+    allowed = 0.05 if in_16_bits else 1e-3
+    if deviation.item() > allowed:
+        raise RuntimeError(
+            f"{layer} computed something else when it was run again for backward (relative difference {deviation.item():.1e}): an "
+            "adapter, a hook, train/eval mode, weights or a random state of its own changed since forward, so gradients would be "
+            f"wrong. {_REMEDY}"
+        )
 
 
 def _versions_of(layer: nn.Module) -> dict[int, int | None]:
