@@ -86,9 +86,9 @@ def _check_outcome(layer: str, deviation: Tensor, in_16_bits: bool) -> None:
     allowed = 0.05 if in_16_bits else 1e-3
     if deviation.item() > allowed:
         raise RuntimeError(
-            f"{layer} computed something else when it was run again for backward (relative difference {deviation.item():.1e}): an "
-            "adapter, a hook, train/eval mode, weights or a random state of its own changed since forward, so gradients would be "
-            f"wrong. {_REMEDY}"
+            f"{layer} computed something else when it was run again for backward (relative difference {deviation.item():.1e}): "
+            "an adapter, a hook, train/eval mode, weights or a random state of its own changed since forward, so gradients would "
+            f"be wrong. {_REMEDY}"
         )
 
 
