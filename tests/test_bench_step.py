@@ -234,10 +234,11 @@ def test_partitions_from_the_command_line(on_cpu, tmp_path):
 
 def test_memory_of_adapters_from_the_command_line(on_cpu, tmp_path):
     out = tmp_path / "memory.jsonl"
-    options = "--model tiny --seq 32,64 --methods hf,streamgrad --training lora --offload none"
+    options = "--model tiny --seq 32,64 --methods hf,streamgrad --training lora --offload none --chunk-size 16"
     result = on_cpu(f"memory {options} --out {out}")
     assert result.exit_code == 0, result.output
     assert [(row["training"], row["error"]) for row in rows_in(out)] == [("lora", None)] * 4
+    assert rows_in(out)[-1]["policy"]["chunk_sizes"] == [16, 16] and rows_in(out)[-1]["command"].endswith("--chunk-size 16")
     assert "streamgrad: " in result.output and "KB of device memory a token" in result.output
 
 

@@ -102,13 +102,18 @@ def measure_memory(
     layers: int | None = None,
     training: str = "full",
     offload: str = "host",
+    chunk_size: int | str = "auto",
     session: Session = EVERYTHING,
 ) -> Iterator[StepRecord]:
-    """Peak bytes at several lengths where layers keep their inputs alone, one step each after one that warms up."""
+    """Peak bytes at several lengths where layers keep their inputs alone, one step each after one that warms up.
+
+    `chunk_size` "auto" takes chunks that are fast where there is memory for them, and so not the smallest.
+    """
     if training not in ("full", "lora"):
         raise ValueError(f"training={training!r} is not a choice. Pass full or lora.")
+    config = StreamConfig(keep="input", offload=offload, chunk_size=chunk_size)
     yield from measure_steps(
-        model=model, lengths=lengths, methods=methods, config=StreamConfig(keep="input", offload=offload), runs=1, warm_ups=1,
+        model=model, lengths=lengths, methods=methods, config=config, runs=1, warm_ups=1,
         layers=layers, training=training, command=command, benchmark="memory", session=session,
     )  # fmt: skip
 

@@ -208,6 +208,7 @@ def bench_memory(
     methods: Annotated[str, typer.Option(help=f"Some of {', '.join(METHODS)}.")] = "streamgrad,liger-offload",
     training: Annotated[str, typer.Option(help="full, or lora of rank 32.")] = "full",
     offload: Annotated[str, typer.Option(help="streamgrad's layer inputs: host, or none for the device.")] = "host",
+    chunk_size: Annotated[str, typer.Option(help="As for streamgrad.enable; auto fills the memory that there is.")] = "auto",
     layers: Annotated[int | None, typer.Option(min=1, help="Build only so many layers.", show_default="all")] = None,
     resume: Annotated[bool, typer.Option("--resume", help=_RESUME)] = False,
     out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = RESULTS / "memory.jsonl",
@@ -225,11 +226,12 @@ def bench_memory(
 
     command = f"python -m streamgrad bench memory --model {model} --seq {seq} --methods {methods}"
     command += ("" if training == "full" else f" --training {training}") + ("" if offload == "host" else f" --offload {offload}")
+    command += "" if chunk_size == "auto" else f" --chunk-size {chunk_size}"
     command += "" if layers is None else f" --layers {layers}"
     lengths, chosen = _numbers(seq), methods.split(",")
     measure = partial(
         measure_memory, model=model, lengths=lengths, methods=chosen, layers=layers, training=training,
-        offload=offload, command=command,
+        offload=offload, chunk_size=parse_tokens("chunk_size", chunk_size), command=command,
     )  # fmt: skip
     done = run_steps(measure, out, cells=len(chosen) * len(lengths), resume=resume)
     for method in dict.fromkeys(record.method for record in done):
