@@ -101,10 +101,22 @@ PUBLISHED = {
     "qwen3-8b": {
         "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
         "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
-        "intermediate_size": 12288, "max_position_embeddings": 40960, "model_type": "qwen3", "num_attention_heads": 32,
+        "intermediate_size": 12288, "max_position_embeddings": 40960, "max_window_layers": 36, "model_type": "qwen3",
+        "num_attention_heads": 32,
         "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
         "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.51.0",
         "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+    },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
+        "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+        "initializer_range": 0.02, "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48,
+        "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
+        "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+        "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None,
+        "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
+        "vocab_size": 151936,
     },
     "llama-3.1-8b": {
         "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
@@ -151,8 +163,14 @@ def test_every_preset_is_recognised(measured, cache, tmp_path, name):
     "change",
     [
         {"num_hidden_layers": 35}, {"attention_bias": True}, {"hidden_act": "gelu"}, {"tie_word_embeddings": True},
-        {"use_sliding_window": True}, {"quantization_config": {"bits": 4}}, {"rope_scaling": {"rope_type": "longrope"}},
-        {"rope_scaling": "much"}, {"rope_scaling": {}}, {"head_dim": None}, {"model_type": "qwen2"},
+        {"use_sliding_window": True}, {"quantization_config": {"bits": 4}}, {"head_dim": None}, {"model_type": "qwen2"},
+        {"rope_scaling": {"rope_type": "longrope"}}, {"rope_scaling": "much"}, {"rope_scaling": {}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {"rope_scaling": {"rope_type": "llama3"}},
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+        # transformers refuses what is of another type.
+        {"num_hidden_layers": 36.0}, {"tie_word_embeddings": 0}, {"attention_dropout": False}, {"rope_theta": None},
+        {"max_position_embeddings": "many"}, {"rms_norm_eps": None}, {"pad_token_id": 10**9}, {"dtype": "floaty"},
+        {"max_window_layers": True}, {"torch_dtype": "bfloat16", "dtype": "bfloat16"},
     ],
     ids=str,
 )  # fmt: skip
@@ -160,10 +178,27 @@ def test_a_directory_that_says_anything_else_is_measured(measured, cache, tmp_pa
     assert shape(directory_of(tmp_path, PUBLISHED["qwen3-8b"] | change)) == measured[0]
 
 
-@pytest.mark.parametrize("left_out", ["vocab_size", "hidden_size", "tie_word_embeddings"])
-def test_a_directory_that_says_less_is_measured(measured, cache, tmp_path, left_out):
-    said = {key: value for key, value in PUBLISHED["qwen3-8b"].items() if key != left_out}
-    assert shape(directory_of(tmp_path, said)) == measured[0]
+@pytest.mark.parametrize("order", [("num_experts", "num_local_experts"), ("num_local_experts", "num_experts")])
+def test_two_names_of_one_thing_are_no_preset(measured, cache, tmp_path, order):
+    """transformers takes one of them, and which is not known here."""
+    said = {key: value for key, value in PUBLISHED["qwen3-30b-a3b"].items() if key != "num_experts"}
+    assert shape(directory_of(tmp_path, said | dict.fromkeys(order, 128))) == measured[0]
+
+
+def test_a_directory_that_says_less_is_measured(measured, cache, tmp_path):
+    """Unless what it leaves out is what transformers takes for it."""
+    said = PUBLISHED["qwen3-8b"]
+    for key in ("num_key_value_heads", "intermediate_size", "model_type"):
+        shape(directory_of(tmp_path, {other: said[other] for other in said if other != key}))
+    assert len(measured) == 3
+    shape(directory_of(tmp_path, {key: value for key, value in said.items() if key not in ("head_dim", "vocab_size")}))
+    assert len(measured) == 3
+
+
+def test_where_transformers_was_imported_a_directory_is_measured(measured, cache, tmp_path, monkeypatch):
+    """Somebody may have changed its code."""
+    monkeypatch.setattr(remembered, "sys", SimpleNamespace(modules={"transformers": None}))
+    assert shape(directory_of(tmp_path, PUBLISHED["qwen3-8b"])) == measured[0]
 
 
 def other_version(name: str) -> str:

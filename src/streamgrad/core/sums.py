@@ -36,5 +36,7 @@ def scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     kernels = kernels_for(total, "streamgrad.core.kernels") if total.is_contiguous() and total.numel() else None
     if kernels is not None:
         return kernels.scaled(total, factor, dtype)
-    # By one number in a row: by a scalar, a 16-bit total would be multiplied in 16 bits.
-    return torch.mul(total, factor.reshape(1), out=torch.empty_like(total, dtype=dtype))
+    # Both of one dimension or more: by a scalar, a 16-bit total would be multiplied in 16 bits.
+    out = torch.empty_like(total, dtype=dtype)
+    torch.mul(torch.atleast_1d(total), factor.reshape(1), out=torch.atleast_1d(out))
+    return out

@@ -245,7 +245,8 @@ def head_known_to_decoder(model: Any, head: nn.Module, *, tokens: int, config: S
 
     def costs(hidden: int) -> HeadCosts:
         """Of as many hidden states; there are no more targets than those."""
-        at = embedding_parts(hidden, width * embedding.element_size(), width_sum_bytes=4 * width, dense_bytes=dense)
+        itemsize = embedding.element_size()
+        at = embedding_parts(hidden, width * itemsize, width_sum_bytes=max(4, itemsize) * width, dense_bytes=dense)
         at_work = _head_bytes(head, min(tokens, hidden), config.head_chunk_size)
         return HeadCosts(at_work, gradient_bytes, sum(at.values()), 0.0 if tied else _bytes_of(head))
 

@@ -20,23 +20,13 @@ import os
 import sys
 from importlib import metadata
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 from streamgrad.models.names import check_found, packaged, presets
+from streamgrad.models.recognised import preset_that_says
 from streamgrad.models.shape import ModelShape
 
 _MEASURED_BY = ("streamgrad", "torch", "transformers", "peft")
-# Of a configuration, what has no part in bytes and FLOPs.
-WITHOUT_A_PART = {
-    "_name_or_path", "architectures", "bos_token_id", "cache_implementation", "dtype", "eos_token_id", "id2label",
-    "initializer_range", "label2id", "max_position_embeddings", "pad_token_id", "rms_norm_eps", "rope_local_base_freq",
-    "rope_theta", "torch_dtype", "transformers_version", "use_cache",
-}  # fmt: skip
-# The name that transformers writes, by another that it reads.
-_OTHER_NAMES = {"num_experts": "num_local_experts"}
-# Nor has the way in which rotary angles are made, where it is one of these.
-_ANGLES = ("default", "linear", "llama3", "yarn")
 
 
 def shape_of(model: Any, *, dtype: str, lora_rank: int | None) -> ModelShape:
@@ -44,12 +34,13 @@ def shape_of(model: Any, *, dtype: str, lora_rank: int | None) -> ModelShape:
     if isinstance(model, str | os.PathLike):
         check_found(model)
     configuration = _configuration(model)
-    name = model if isinstance(model, str) and model in presets() else _preset_that_says(configuration)
+    # Who has imported transformers may have changed its code, as Liger's patches do: what is measured there is true there only.
+    as_it_was = "transformers" not in sys.modules
+    name = model if isinstance(model, str) and model in presets() else preset_that_says(configuration) if as_it_was else None
     shipped = None if name is None else packaged("shapes.json").get(name, {}).get(entry_name(dtype, lora_rank))
     if shipped is not None:
         return ModelShape.from_dict(shipped)
-    # Who has imported transformers may have changed its code, as Liger's patches do: what is measured there is true there only.
-    file = None if "transformers" in sys.modules else _file_for(configuration, dtype, lora_rank)
+    file = _file_for(configuration, dtype, lora_rank) if as_it_was else None
     shape = None if file is None else _read(file)
     if shape is None:
         shape = _measured(model, dtype, lora_rank)
@@ -70,33 +61,6 @@ def _measured(model: Any, dtype: str, lora_rank: int | None) -> ModelShape:
     from streamgrad.models.presets import config_of
 
     return model_shape(config_of(model), dtype=getattr(torch, dtype), lora_rank=lora_rank)
-
-
-def _preset_that_says(configuration: Any) -> str | None:
-    """The preset of the same shape; None where there is any doubt."""
-    if not isinstance(configuration, dict):
-        return None
-    said = {str(_OTHER_NAMES.get(key, key)): value for key, value in configuration.items()}
-    shapes = packaged("shapes.json")
-    for name, row in presets().items():
-        complete = shapes.get(name, {}).get("configuration", {})
-        stated = all(_OTHER_NAMES.get(key, key) in said or _follows(key, row) for key in row if key != "family")
-        if stated and all(_same(key, value, complete) for key, value in said.items()):
-            return name
-    return None
-
-
-def _follows(key: str, row: dict[str, Any]) -> bool:
-    """Whether it is a head size that need not be stated."""
-    return key == "head_dim" and row["head_dim"] * row["num_attention_heads"] == row["hidden_size"]
-
-
-def _same(key: str, value: Any, complete: dict[str, Any]) -> bool:
-    if key in WITHOUT_A_PART or (key in complete and complete[key] == value):
-        return True
-    if key not in ("rope_scaling", "rope_parameters") or not isinstance(value, dict | NoneType):
-        return False
-    return value is None or value.get("rope_type", value.get("type")) in _ANGLES
 
 
 def _file_for(configuration: Any, dtype: str, lora_rank: int | None) -> Path | None:

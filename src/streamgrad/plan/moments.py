@@ -26,7 +26,8 @@ from streamgrad.models.shape import ModelShape
 # Ids, labels and shifted targets, 8 bytes each.
 _TOKEN_IDS = 24
 # What torch holds for matrix products on a Hopper GPU. Measured steps have two of them and, from the first product on that makes
-# the gradient of a whole weight in a layer, four more.
+# the gradient of a whole weight in a layer, four more; but none more where layers keep on the host (of two models, at five
+# lengths, within 4 MiB), for a reason that is not known.
 _PRODUCT_WORKSPACE, _ALWAYS, _FOR_WEIGHTS = 32 * 2**20, 2, 4
 # transformers' loss in backward: log-probabilities, and the gradients of these and of the logits, in fp32.
 _LOGIT_BYTES = 12
@@ -101,7 +102,8 @@ def streamed_moments(load: Workload, policies: Sequence[LayerPolicy], chunk_size
     logits = head_rows * (shape.vocabulary * shape.itemsize + 4 * shape.width)
     head = head_parts(tokens * costs.input, logits, shape.head_trainable, shape.itemsize)
     moments = [Moment("the head", sum_of(always, kept[-1], head))]
-    workspace = {"workspace": _FOR_WEIGHTS * _PRODUCT_WORKSPACE if shape.outside_trainable else 0.0}
+    makes_weights = shape.outside_trainable and not any(policy.on_host for policy in policies)
+    workspace = {"workspace": _FOR_WEIGHTS * _PRODUCT_WORKSPACE if makes_weights else 0.0}
     always = sum_of(always, workspace)
     for index, (policy, chunk_size) in enumerate(zip(policies, chunk_sizes, strict=True)):
         below = sum_of(always, kept[index], {"gradients": load.gradients(shape.layers - 1 - index)})
