@@ -15,6 +15,7 @@ import streamgrad
 from gradients import relative_error
 from streamgrad.core import triton_kernels
 from streamgrad.core.live import LiveBytes
+from streamgrad.core.sums import accumulator_dtype, scaled
 from streamgrad.head.chunk_size import head_chunk_within
 from streamgrad.head.cross_entropy import summed_cross_entropy
 from streamgrad.head.logits import LogitMap
@@ -324,6 +325,32 @@ def test_bad_input(function, change, error, words):
     arguments = {"hidden": hidden, "weight": weight, "targets": targets} | change
     with pytest.raises(error, match=words):
         function(**arguments)
+
+
+@pytest.mark.parametrize("function", [streamgrad.linear_cross_entropy, streamgrad.token_logprobs])
+def test_autocast_says_what_two_dtypes_are_multiplied_in(function):
+    hidden, weight, _, targets = operands(bias=False)
+    values = []
+    for dtype in (torch.float32, torch.bfloat16):
+        leaf = weight.detach().to(dtype).requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            values.append(function(hidden.float(), leaf, targets, chunk_size=5))
+        values[-1].sum().backward()
+        assert leaf.grad.dtype == dtype and leaf.grad.isfinite().all() and leaf.grad.any()
+    assert torch.equal(*values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 5)], ids=str)
+def test_sums_are_scaled_in_the_precision_of_the_factor(shape, dtype):
+    """And rounded once: in 16 bits, a factor of 1/3 would be another one."""
+    total = torch.randn(shape, dtype=torch.float64).to(dtype)
+    for sum_of_chunks in (total, total.mT if total.ndim == 2 else total):
+        for result in (dtype, torch.bfloat16):
+            factor = torch.tensor(1.0, dtype=accumulator_dtype(dtype)) / 3
+            expected = (sum_of_chunks.to(factor.dtype) * factor).to(result)
+            actual = scaled(sum_of_chunks, factor, result)
+            assert actual.dtype == result and actual.shape == sum_of_chunks.shape and torch.equal(actual, expected)
 
 
 def test_bad_reduction():

@@ -18,7 +18,7 @@ from gradients import assert_same_step, no_float32, run_step
 from streamgrad.config import parse_bytes
 from streamgrad.core.live import LiveBytes
 from streamgrad.core.machine import usable_share
-from streamgrad.core.moments import LayerCosts, LayerPolicy, Shape
+from streamgrad.core.moments import LayerCosts, LayerPolicy, Shape, embedding_parts
 from streamgrad.core.policy import (
     LARGE_CHUNKS,
     SMALL_CHUNKS,
@@ -422,3 +422,11 @@ def test_layers_of_several_kinds_are_all_measured(family):
         seen.add(str(plan))
         streamgrad.disable(model)
     assert len(seen) == 3
+
+
+@pytest.mark.parametrize(("tokens", "sums"), [(50, 5 + 50), (100, 10 + 100), (4000, 400 + 100)])
+def test_the_embeddings_gradient_is_summed_by_ids(tokens, sums):
+    """As torch's kernel allocates: a sum for every id that there may be, of 100 here, and one more for every ten tokens."""
+    parts = embedding_parts(tokens, 16, width_sum_bytes=32, dense_bytes=100 * 16)
+    assert parts == {"hidden states": 16 * tokens, "gradients": 1600, "other": 32 * sums}
+    assert embedding_parts(tokens, 16, width_sum_bytes=32, dense_bytes=0)["other"] == 0
