@@ -24,7 +24,7 @@ _ANY = {
     **dict.fromkeys(("max_position_embeddings", "max_window_layers"), lambda value: type(value) is int and value > 0),
 }
 WITHOUT_A_PART = (*_ANY, "pad_token_id", "id2label", "label2id")
-# Of two kinds of rotary angles, what is said of them.
+# Kinds of rotary angles that are as many as the usual ones, and what is said of each.
 _ANGLES = {
     "default": {"rope_theta"},
     "llama3": {"rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
@@ -38,6 +38,7 @@ def preset_that_says(configuration: Any) -> str | None:
     if not isinstance(configuration, dict):
         return None
     said = {str(_OTHER_NAMES.get(key, key)): value for key, value in configuration.items()}
+    # Two names of one thing are one too many, and with a window it matters in which layers.
     if len(said) < len(configuration) or said.get("use_sliding_window", False) is not False:
         return None
     for name, shipped in packaged("shapes.json").items():

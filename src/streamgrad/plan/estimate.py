@@ -30,7 +30,7 @@ LONGEST = 1 << 24
 # Of a GPU, what a step's tensors may fill where the allocator's segments can grow: the fullest steps that ran held 98.2 to 99.2%
 # (benchmarks/results/predicted.jsonl). The planner itself leaves more free.
 FILLED = 0.9925
-# With host memory: 97.9% ran, with nothing left for a step 5% longer. Tensors that go there live until their copies end.
+# With host memory: 97.9% ran, and a step 5% longer did not.
 FILLED_BESIDE_HOST = 0.98
 
 _DEEPSPEED = ("zero1", "zero2", "zero3")

@@ -2,7 +2,8 @@
 
 Elementwise kernels, copies to and from the host (which hide behind computation at long sequences) and communication between ranks
 are not counted, so a real step is longer: in benchmarks/results, after warming up and with chunks of 4,096 tokens and more, in
-full training by 5 to 18 per cent from 36,000 tokens on and by 30 to 44 at 6,000, with LoRA by 30 at 32,000 and by 71 at 8,000.
+full training by 5 to 18 per cent from 36,000 tokens on and by 29 to 44 at 6,000, with LoRA by 30 at 32,000 and by 38 to 71 at
+8,000.
 """
 
 from __future__ import annotations
