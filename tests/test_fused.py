@@ -15,7 +15,7 @@ import streamgrad
 from gradients import assert_same_step, no_float32, run_step, total_gradient_error
 from streamgrad.core.fused import ACTIVATIONS, Norm, gated, rms_norm, rotary
 from streamgrad.models.fusion import Fusion
-from tiny import tiny_model
+from tiny import tiny_model, tokens
 
 STOCK = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
@@ -211,22 +211,28 @@ def test_rotary_is_put_back_when_a_layer_fails():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_under_autocast(dtype):
-    """16-bit values are fused, as TRL's default has them, and no less exact than stock; 32-bit ones are left to transformers."""
-    truth = run_step(model := tiny_model("qwen3", dtype=torch.float32), batches.plain(model)).gradients
-    model.to(dtype)
+    """16-bit values are fused, as TRL's default has them, and no less exact than stock; 32-bit ones are left to transformers.
+
+    At most 1.02 times stock's error against fp32, pooled over batches: of a single one it may be 1.06.
+    """
 
     def forward(model, batch):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return model(**batch).loss
 
-    def error() -> float:
-        return total_gradient_error(run_step(model, batches.plain(model), forward=forward).gradients, truth)
-
-    stock = error()
-    streamgrad.enable(model, chunk_size=5, compile="on")
-    with mock.patch("streamgrad.models.fusion.rms_norm", wraps=rms_norm) as fused:
-        assert error() < 1.1 * stock
-    assert fused.called == (dtype == torch.bfloat16)
+    squares = [0.0, 0.0]
+    for seed in range(12):
+        ids, model = tokens(2, 23, seed=seed), tiny_model("qwen3", dtype=torch.float32)
+        batch = {"input_ids": ids, "labels": ids}
+        truth = run_step(model, batch).gradients
+        stock = run_step(model.to(dtype), batch, forward=forward).gradients
+        streamgrad.enable(model, chunk_size=5, compile="on")
+        with mock.patch("streamgrad.models.fusion.rms_norm", wraps=rms_norm) as fused:
+            ours = run_step(model, batch, forward=forward).gradients
+        assert fused.called == (dtype == torch.bfloat16)
+        for index, gradients in enumerate((stock, ours)):
+            squares[index] += total_gradient_error(gradients, truth) ** 2
+    assert 0.0 < squares[1] <= 1.02**2 * squares[0]
 
 
 def test_what_is_replaced_after_a_step_is_seen(monkeypatch):
