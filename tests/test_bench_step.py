@@ -15,6 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from streamgrad.bench import lengths, step
+from streamgrad.bench.peers import use_flash
 from streamgrad.bench.records import Session, append_records, rows_in, versions
 from streamgrad.cli.app import app
 from streamgrad.cli.tables import step_table
@@ -330,6 +331,30 @@ print("HELD", json.dumps([weights, sum(part.nbytes for part in held), len(set(pa
     # The report says that DeepSpeed's optimizer holds the weights a second time.
     weights, held, apart = next(json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("HELD "))
     assert held == 2 * weights and apart
+
+
+def test_a_step_with_another_flash_attention(tiny_preset, monkeypatch):
+    active = []
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", active.append)
+    monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", active.clear)
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: active[-1] if active else None)
+    found = []
+    for flash in ("FA4", "FA2"):
+        use_flash(flash)
+        assert torch.backends.cuda.cudnn_sdp_enabled() == (flash == "FA2")
+        (record,) = step.measure_steps(**tiny_preset | {"methods": ["streamgrad"]})
+        found.append((record.flash, record.policy["kernel"]))
+    assert found == [("FA4", "flash"), ("FA2", "cudnn")]
+
+
+@pytest.mark.parametrize("flash", ["FA3", "FA4"])
+def test_a_flash_attention_that_is_missing_is_named(on_cpu, monkeypatch, flash):
+    def missing(name):
+        raise ModuleNotFoundError("No module named 'flash_attn'")
+
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", missing)
+    result = on_cpu(f"step --flash {flash}")
+    assert isinstance(result.exception, ValueError) and f"needs the package flash-attn-{flash[-1]}" in str(result.exception)
 
 
 def test_zero3_is_not_measured_beside_liger(on_cpu):

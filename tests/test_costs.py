@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 
 import pytest
@@ -185,6 +186,28 @@ def test_peak_bytes_a_token_are_the_tensors_that_must_exist():
     hidden, kv, rotary = (4 * size for size in (SHAPE["hidden_size"], 2 * SHAPE["head_dim"], SHAPE["head_dim"]))
     must_exist = 4 * hidden + 6 * kv + 2 * rotary
     assert slope == pytest.approx(must_exist, rel=0.03)
+
+
+def test_calls_of_attention_over_parts_of_the_keys_do_not_hold_each_others_terms(monkeypatch):
+    """A call's terms are as large as its keys, so those of the call before would be the largest thing beside them."""
+    monkeypatch.setattr("streamgrad.attention.streamed.KEYS_AT_ONCE", 16)
+    made: list[weakref.ref] = []
+    calls_beside_others = []
+    stock = EagerBackend.backward
+
+    def backward(self, *arguments):
+        calls_beside_others.append(any(reference() is not None for reference in made[1:]))
+        dquery, pieces = stock(self, *arguments)
+        # The first term of the queries' gradient may be their sum so far.
+        made[:] = [weakref.ref(tensor.untyped_storage()) for tensor in (dquery, *pieces[-1][2:])]
+        return dquery, pieces
+
+    monkeypatch.setattr(EagerBackend, "backward", backward)
+    model, step = model_and_step(96)
+    streamgrad.enable(model, chunk_size=8, attention="eager")
+    step()
+    assert len(calls_beside_others) > 2 * 96 // 8
+    assert not any(calls_beside_others)
 
 
 def test_what_a_chunk_adds_does_not_grow_with_t():

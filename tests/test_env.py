@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 
 import pytest
 import torch
@@ -62,6 +63,13 @@ def test_the_table():
 def test_an_active_flash_implementation_is_named(monkeypatch):
     monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3")
     assert env.environment().flash == "FA3"
+
+
+def test_an_installed_flash_implementation_that_is_not_active_is_named(monkeypatch):
+    stock = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda package: "4.0.1" if package == "flash-attn-4" else stock(package))
+    said = env.environment().flash
+    assert "flash-attn-4 4.0.1 is installed" in said and 'activate_flash_attention_impl("FA4")' in said
 
 
 @ON_CPU

@@ -107,6 +107,20 @@ def test_batches_are_seconds_a_sample(records):
     assert automatic_steps(changed["step"]).keys() - automatic_steps(others).keys() == {("mst", 9000)}
 
 
+def test_steps_with_flash_attention_4_stand_beside_the_usual_ones(records):
+    others = [record for record in records["step"] if record["flash"] == "FA2"]
+    rows = [
+        step_row(records, seq_len=36_000, method=method, step_ms=time, flash="FA4")
+        for method, time in (("hf", 5.0), ("streamgrad", 3.0))
+    ]
+    changed = records | {"step": [*others, *rows]}
+    usual = automatic_steps(others)
+    liger = usual["liger", 36_000]["step_ms"]
+    expected = f"| 36,000 | {usual['hf', 36_000]['step_ms']:,.0f} ms | 5 ms | {liger:,.0f} ms | not run | "
+    assert expected in render(changed, read_paper())
+    assert speed_table(changed) == speed_table(records)
+
+
 @pytest.mark.parametrize(("objective", "rows", "tokens"), [("dpo", 2, 121_800), ("grpo", 8, 33_000)])
 def test_lengths_are_compared_by_objective(records, objective, rows, tokens):
     row = next(r for r in records["max_length"] if (r["model"], r["training"]) == ("qwen3-8b", "lora"))

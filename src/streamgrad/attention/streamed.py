@@ -19,7 +19,7 @@ from torch import Tensor
 
 from streamgrad.attention.backends import Block, choose, run_or_replace
 from streamgrad.attention.masks import CausalMask, DenseMask
-from streamgrad.core.chunk import Attended, Chunk, KeyValueStream, with_dense_rows
+from streamgrad.core.chunk import Attended, Chunk, KeyGradient, KeyValueStream, with_dense_rows
 from streamgrad.core.functions import first_order_only
 from streamgrad.core.moments import KEYS_AT_ONCE
 from streamgrad.core.sums import as_sum
@@ -118,10 +118,9 @@ class _StreamedAttention(torch.autograd.Function):
             backend = choose(ctx.backends, query_BHLD, key, value, block)
             term_BHLD, pieces = backend.backward(dout_BHLD, query_BHLD, key, value, done, block)
             dquery_BHLD = term_BHLD if dquery_BHLD is None else as_sum(dquery_BHLD).add_(term_BHLD)
-            for first, last, dkey, dvalue in pieces:
-                # For every key, own ones included: those are complete now and are collected just below.
-                stream.deposit(start + first, start + last, dkey, dvalue)
-            del pieces
+            # For every key, own ones included: those are complete now and are collected just below.
+            _deposit(stream, start, pieces)
+            del term_BHLD, pieces  # the next call would run beside them
         assert dquery_BHLD is not None
         dkey_BGLD, dvalue_BGLD = stream.collect(*ctx.span)
         dsink_H = None
@@ -131,6 +130,11 @@ class _StreamedAttention(torch.autograd.Function):
             dsink_H = -(weight_BHL * delta_BHL).sum(dim=(0, 2)).to(sink_H.dtype)
         inputs = dquery_BHLD.to(query_BHLD.dtype), dkey_BGLD, dvalue_BGLD
         return None, None, None, *map(ctx.exchange.to_tokens, inputs), dsink_H
+
+
+def _deposit(stream: KeyValueStream, start: int, pieces: list[KeyGradient]) -> None:
+    for first, last, dkey, dvalue in pieces:
+        stream.deposit(start + first, start + last, dkey, dvalue)
 
 
 def _at_once(keys: tuple[int, int], block: Block, rows: int) -> list[tuple[tuple[int, int], Block]]:

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from streamgrad.attention.backends import flash_implementation
 from streamgrad.distributed.zero3 import make_zero3_leaves
 from streamgrad.models.support import decoder_layers
 
@@ -89,6 +90,32 @@ def _be_the_only_rank(device: torch.device) -> None:
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def use_flash(implementation: str) -> None:
+    """From now on torch's flash operators run FlashAttention-3 or 4, for every method ("FA3", "FA4"), or torch's own ("FA2").
+
+    torch's scaled_dot_product_attention, which the peers call, prefers cuDNN to flash, and is told not to take it.
+    """
+    if implementation == flash_name():
+        return
+    if implementation == "FA2":
+        torch.nn.attention.restore_flash_attention_impl()
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        return
+    try:
+        torch.nn.attention.activate_flash_attention_impl(implementation)
+    except ImportError as error:
+        raise ValueError(
+            f"flash={implementation!r} needs the package flash-attn-{implementation[-1]}, which is not installed here ({error}). "
+            "Install it, or leave flash out."
+        ) from error
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def flash_name() -> str:
+    """Of what torch's flash operators run."""
+    return flash_implementation() or "FA2"
 
 
 def split_mlps(network: PreTrainedModel) -> None:

@@ -214,7 +214,7 @@ def _head(records: Records, paper: dict[str, Any]) -> list[str]:
 def _engines(records: Records, paper: dict[str, Any]) -> list[str]:
     found = latest(
         ({**record, "keep": record["policy"].get("keep")} for record in records["step"]),
-        "method", "model", "seq_len", "keep", "accumulates",
+        "method", "model", "seq_len", "keep", "accumulates", "flash",
     )  # fmt: skip
     rows, used = [], []
     for (method, *cell), record in found.items():
@@ -240,6 +240,23 @@ def _engines(records: Records, paper: dict[str, Any]) -> list[str]:
     ]
 
 
+def _flash(records: Records, paper: dict[str, Any]) -> list[str]:
+    usual, newer = (automatic_steps(records["step"], flash=name) for name in ("FA2", "FA4"))
+    rows = []
+    for length in sorted({length for _, length in newer}):
+        cells = [steps.get((method, length)) for method in STEP_METHODS for steps in (usual, newer)]
+        rows.append([f"{length:,}", *map(ms, cells)])
+    if not rows:
+        return [not_run("there is no record (`bench step --flash FA4`)")]
+    header = [f"{text}{what}" for text in STEP_METHODS.values() for what in ("", ", FA4")]
+    return [
+        'Qwen3-4B, one sequence, medians; FA4 after `torch.nn.attention.activate_flash_attention_impl("FA4")`, and for the peers '
+        "with torch's scaled_dot_product_attention kept from taking cuDNN.",
+        markdown_table(["tokens", *header], rows),
+        origin(newer.values()),
+    ]
+
+
 SECTIONS: tuple[tuple[str, Callable[[Records, dict[str, Any]], list[str]]], ...] = (
     ("Memory against length", memory),
     ("Time against length", _time),
@@ -253,5 +270,6 @@ SECTIONS: tuple[tuple[str, Callable[[Records, dict[str, Any]], list[str]]], ...]
     ("A card of 24 GB", small_card),
     ("Longest sequences, predicted and found", predicted),
     ("Beyond the paper: the head alone", _head),
+    ("Beyond the paper: FlashAttention-4", _flash),
     ("Beyond the paper: engines with one rank", _engines),
 )

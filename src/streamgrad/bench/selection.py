@@ -28,7 +28,7 @@ _AUTOMATIC = ("chunk_size", "keep", "offload")
 # (streamgrad's, weights and gradients) on the device until the first length of the next method was done.
 _FAULTY_PEAKS = {33_347_017_728: "liger at 6,000 tokens", 20_560_861_184: "liger-offload at 65,536 tokens"}
 # What the first records of steps do not say, as there was nothing else yet.
-_EARLIER = {"objective": "sft", "batch": 1, "training": "full", "accumulates": False}
+_EARLIER = {"objective": "sft", "batch": 1, "training": "full", "accumulates": False, "flash": "FA2"}
 FAULT = "the model measured before was still on the device"
 
 
@@ -48,12 +48,12 @@ def latest(records: Iterable[Record], *names: str) -> dict[tuple[Any, ...], Reco
     return {tuple(record.get(name) for name in names): record for record in records}
 
 
-def automatic_steps(records: Sequence[Record], *, batch: int = 1) -> dict[tuple[str, int], Record]:
+def automatic_steps(records: Sequence[Record], *, batch: int = 1, flash: str = "FA2") -> dict[tuple[str, int], Record]:
     """By method and length: whole steps of Qwen3-4B with all of the card's memory and no option set."""
     chosen = [
         record
         for record in records
-        if (record["model"], record["training"], record["batch"]) == ("qwen3-4b", "full", batch)
+        if (record["model"], record["training"], record["batch"], record["flash"]) == ("qwen3-4b", "full", batch, flash)
         and not record["accumulates"]
         and record["policy"].get("memory_budget") is None
         and all(record["policy"].get(name, "auto") == "auto" for name in _AUTOMATIC)

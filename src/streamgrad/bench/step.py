@@ -19,12 +19,14 @@ import torch
 from transformers import PreTrainedModel
 
 import streamgrad
+from streamgrad.attention.backends import preferred
 from streamgrad.bench.names import METHODS
 from streamgrad.bench.objective import OBJECTIVES
 from streamgrad.bench.peers import (
     HEAD_PIECES,
     MLP_PIECE_TOKENS,
     apply_liger,
+    flash_name,
     mini_sequence_loss,
     shard_for_one_rank,
     split_mlps,
@@ -47,8 +49,8 @@ class StepRecord:
     `peak_bytes` and `reserved_bytes` are the allocator's, weights and gradients included; `host_bytes` is pinned host memory.
     `kernel_ms` is the time of a step's kernels by kind, from the profiler. Where only `layers` of the model's layers were run,
     `ballast_bytes` of device memory stood for the others: their weights, gradients and whatever they keep on the device.
-    `accumulates`: gradients of an earlier step were there, and this one's were added to them. `allocator` has the settings of
-    torch's allocator.
+    `accumulates`: gradients of an earlier step were there, and this one's were added to them. `flash` is what torch's flash
+    operators ran (`peers.use_flash`). `allocator` has the settings of torch's allocator.
     """
 
     benchmark: str
@@ -66,6 +68,7 @@ class StepRecord:
     ballast_bytes: int = 0
     kernel_ms: dict[str, float] | None = None
     accumulates: bool = False
+    flash: str = "FA2"
     policy: dict[str, Any]
     error: str | None
     device: str
@@ -118,8 +121,8 @@ def measure_steps(
     shared: dict[str, Any] = {
         "benchmark": benchmark, "model": model, "training": training, "objective": objective,
         "layers": layers or preset.num_hidden_layers, "device": device_name(device),
-        "versions": versions("transformers", "liger-kernel", "triton", "deepspeed"), "command": command,
-        "accumulates": accumulates,
+        "versions": versions("transformers", "liger-kernel", "triton", "deepspeed", "flash-attn-3", "flash-attn-4"),
+        "command": command, "accumulates": accumulates, "flash": flash_name(),
         "allocator": allocator_settings(),
     }  # fmt: skip
     for method in sorted(methods, key=METHODS.index):
@@ -199,7 +202,7 @@ def peaks_in(path: Path, *, method: str, model: str, lengths: Sequence[int]) -> 
     peaks = {
         row["seq_len"]: row["peak_bytes"]
         for row in rows_in(path)
-        if (row["method"], row["model"], row.get("batch", 1)) == (method, model, 1)
+        if (row["method"], row["model"], row.get("batch", 1), row.get("flash", "FA2")) == (method, model, 1, "FA2")
     }
     missing = [length for length in lengths if not peaks.get(length)]
     if missing:
@@ -211,7 +214,7 @@ def _policy_of(config: StreamConfig, installed: InstalledForward) -> dict[str, A
     """The options, what they came to, and the bound on a kernel's workspace (records of before there was one lack it)."""
     plan = installed.stream.planner.latest
     sizes = list(plan.chunk_sizes) if plan else []
-    outcome = {"plan": str(plan), "chunk_sizes": sizes, "kernel": installed.stream.backends[0].name}
+    outcome = {"plan": str(plan), "chunk_sizes": sizes, "kernel": preferred(installed.stream.backends)[0].name}
     return vars(config) | outcome | {"keys_at_once": KEYS_AT_ONCE}
 
 

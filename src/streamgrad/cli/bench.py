@@ -30,6 +30,12 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
+class Flash(StrEnum):
+    FA2 = "FA2"
+    FA3 = "FA3"
+    FA4 = "FA4"
+
+
 class Device(StrEnum):
     cpu = "cpu"
     cuda = "cuda"
@@ -135,6 +141,7 @@ def bench_step(
     offload: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "auto",
     attention: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "auto",
     compile: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "auto",
+    flash: Annotated[Flash, typer.Option(help="What torch's flash operators run, for all methods; FA2 is its own.")] = Flash.FA2,
     memory_budget: Annotated[
         str | None, typer.Option(help="As for streamgrad.enable; `liger`: at each length what liger took there, by the records.")
     ] = None,
@@ -155,9 +162,11 @@ def bench_step(
 
     `python -m streamgrad bench step --model qwen3-8b --seq 64000 --accumulate --methods streamgrad,streamgrad-zero3`
     """
+    from streamgrad.bench.peers import use_flash
     from streamgrad.bench.step import measure_steps, peaks_in
     from streamgrad.cli.cells import run_steps
 
+    use_flash(flash)
     lengths, batches, chosen = _numbers(seq), _numbers(batch), methods.split(",")
     options: dict[str, Any] = {
         "chunk_size": chunk_size,
@@ -171,6 +180,7 @@ def bench_step(
     command += "".join(f" --{name.replace('_', '-')} {value}" for name, value in options.items() if value != "auto")
     command += "" if memory_budget is None else f" --memory-budget {memory_budget}"
     command += " --accumulate" if accumulate else ""
+    command += "" if flash == Flash.FA2 else f" --flash {flash}"
     command += (" --kernels" if kernels else "") + (f" --warm-ups {warm_ups}" if warm_ups != 4 else "")
     options["chunk_size"] = parse_tokens("chunk_size", chunk_size)
     if memory_budget == "liger" and batches != [1]:

@@ -6,6 +6,7 @@ out in float64.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import platform
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ def environment() -> Environment:
         devices=_devices(),
         host_available_bytes=None if available == float("inf") else int(available),
         dtype=str(dtype).removeprefix("torch."),
-        flash=flash_implementation() or "FA2, torch's own",
+        flash=flash_implementation() or _torchs_flash(),
         triton=_triton(device),
         attention={kind: _kernels_for(mask, softcap, device, dtype) for kind, (mask, softcap) in _kinds().items()},
     )
@@ -76,6 +77,18 @@ def _versions() -> dict[str, str]:
     if torch.backends.cudnn.is_available():
         found["cudnn"] = str(torch.backends.cudnn.version())
     return found
+
+
+def _torchs_flash() -> str:
+    """And what could stand in its place: torch leaves it to the user to put a package there."""
+    for implementation in ("FA4", "FA3"):
+        package = f"flash-attn-{implementation[-1]}"
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return (
+                f"FA2, torch's own; {package} {metadata.version(package)} is installed, and "
+                f'torch.nn.attention.activate_flash_attention_impl("{implementation}") puts it in its place'
+            )
+    return "FA2, torch's own"
 
 
 def _devices() -> list[dict[str, str | int]]:

@@ -25,10 +25,8 @@ from streamgrad.models.shape import ModelShape
 
 # Ids, labels and shifted targets, 8 bytes each.
 _TOKEN_IDS = 24
-# What torch holds for matrix products on a Hopper GPU. Measured steps have two of them and, from the first product on that makes
-# the gradient of a whole weight in a layer, four more; but none more where layers keep on the host (of two models, at five
-# lengths, within 4 MiB), for a reason that is not known.
-_PRODUCT_WORKSPACE, _ALWAYS, _FOR_WEIGHTS = 32 * 2**20, 2, 4
+# What torch holds for matrix products on a Hopper GPU, for forward's thread and for backward's.
+_PRODUCT_WORKSPACES = 2 * 32 * 2**20
 # transformers' loss in backward: log-probabilities, and the gradients of these and of the logits, in fp32.
 _LOGIT_BYTES = 12
 
@@ -69,7 +67,7 @@ class Workload:
     @property
     def always(self) -> Parts:
         """What is there at every moment: the resident parts, token ids, and workspaces."""
-        return sum_of(self.resident, {"other": self.tokens * _TOKEN_IDS, "workspace": _ALWAYS * _PRODUCT_WORKSPACE})
+        return sum_of(self.resident, {"other": self.tokens * _TOKEN_IDS, "workspace": _PRODUCT_WORKSPACES})
 
     @property
     def with_positions(self) -> Parts:
@@ -102,16 +100,13 @@ def streamed_moments(load: Workload, policies: Sequence[LayerPolicy], chunk_size
     logits = head_rows * (shape.vocabulary * shape.itemsize + 4 * shape.width)
     head = head_parts(tokens * costs.input, logits, shape.head_trainable, shape.itemsize)
     moments = [Moment("the head", sum_of(always, kept[-1], head))]
-    makes_weights = shape.outside_trainable and not any(policy.on_host for policy in policies)
-    workspace = {"workspace": _FOR_WEIGHTS * _PRODUCT_WORKSPACE if makes_weights else 0.0}
-    always = sum_of(always, workspace)
     for index, (policy, chunk_size) in enumerate(zip(policies, chunk_sizes, strict=True)):
         below = sum_of(always, kept[index], {"gradients": load.gradients(shape.layers - 1 - index)})
         moments += [
             Moment(f"{name} in backward of layer {index}", sum_of(below, parts))
             for name, parts in layer_moments(costs, load.batch, policy, chunk_size).items()
         ]
-    moments.append(_embeddings(load, sum_of(load.always, leaves, workspace)))
+    moments.append(_embeddings(load, sum_of(load.always, leaves)))
     return moments
 
 

@@ -17,8 +17,9 @@ from streamgrad.core.moments import LayerPolicy
 from streamgrad.models.shape import LayerProfile
 from streamgrad.plan.moments import Workload
 
-# Of one chunk of one layer, forward and backward: the least that was seen (docs/performance.md).
-_CHUNK_LAUNCHES = 5.4e-3
+# Of one chunk of one layer, forward and backward: the least that was seen (docs/performance.md). A layer that keeps everything has
+# one chunk, and does not run it again.
+_CHUNK_LAUNCHES, _KEPT_LAUNCHES = 5.4e-3, 4.4e-3
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,11 @@ def streamed_seconds(
             again += count * (profile.forward_flops + (profile.projection_flops if keep == "input" else 0.0))
         attention_again += count if keep == "input" else 0
     seconds = _seconds(load, profile, again, attention_again / load.shape.layers, rates, head_products, reference)
-    return replace(seconds, launches=_CHUNK_LAUNCHES * sum(math.ceil(load.sequence / size) for size in chunk_sizes))
+    launches = sum(
+        _KEPT_LAUNCHES if policy.keep == "all" else _CHUNK_LAUNCHES * math.ceil(load.sequence / size)
+        for policy, size in zip(policies, chunk_sizes, strict=True)
+    )
+    return replace(seconds, launches=launches)
 
 
 def checkpointing_seconds(load: Workload, rates: Rates, *, head_products: int, reference: bool) -> Seconds:
