@@ -17,8 +17,8 @@ from streamgrad.core.moments import LayerPolicy
 from streamgrad.models.shape import LayerProfile
 from streamgrad.plan.moments import Workload
 
-# Of one chunk of one layer, forward and backward: the least that was seen (docs/performance.md). A layer that keeps everything has
-# one chunk, and does not run it again.
+# Of one chunk of one layer, forward and backward: the least that was seen (docs/performance.md). A layer that keeps everything
+# has one chunk, and does not run it again.
 _CHUNK_LAUNCHES, _KEPT_LAUNCHES = 5.4e-3, 4.4e-3
 
 
