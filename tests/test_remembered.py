@@ -1,4 +1,4 @@
-"""Shapes that `plan` does not measure: a preset's, from the package, and a directory's, from the user's cache."""
+"""Shapes that `plan` does not measure: those that are known by formulas, and a directory's, from the user's cache."""
 
 from __future__ import annotations
 
@@ -10,18 +10,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from transformers import AutoConfig
 
 import streamgrad
 from streamgrad.models import remembered
-from streamgrad.models.dry_run import model_shape
-from streamgrad.models.names import packaged, preset_names
 from streamgrad.models.presets import preset_config
 from streamgrad.models.remembered import shape_of
 from streamgrad.models.shape import ModelShape
 from tiny import tiny_config
 
-SHAPE = ModelShape.from_dict(packaged("shapes.json")["qwen3-0.6b"]["bfloat16"])
+SHAPE = shape_of("qwen3-0.6b", dtype="bfloat16", lora_rank=None)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +31,7 @@ SHAPE = ModelShape.from_dict(packaged("shapes.json")["qwen3-0.6b"]["bfloat16"])
         ("gemma-3-1b", {"optimizer": "adamw8bit", "offload": "none"}),
     ],
 )
-def test_an_estimate_is_the_same_with_and_without_the_kept_shape(preset, options):
+def test_an_estimate_is_the_same_with_and_without_the_formulas(preset, options):
     """A configuration is measured wherever it comes from."""
     kept, measured = (streamgrad.estimate(model, **options).to_dict() for model in (preset, preset_config(preset)))
     assert kept.pop("model") == preset and measured.pop("model") != preset
@@ -64,7 +61,7 @@ def cache(monkeypatch, tmp_path) -> Path:
 
 @pytest.fixture
 def model(tmp_path) -> Path:
-    tiny_config("llama").save_pretrained(tmp_path / "model")
+    tiny_config("gpt_neox").save_pretrained(tmp_path / "model")  # of a family that has no formulas
     return tmp_path / "model"
 
 
@@ -96,40 +93,10 @@ def test_every_number_comes_back_as_it_was(measured, cache, model):
     assert repr(shape(model)) == repr(exact) and not measured
 
 
-# As they are published: by earlier versions of transformers, with what a preset leaves to its family.
-PUBLISHED = {
-    "qwen3-8b": {
-        "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
-        "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
-        "intermediate_size": 12288, "max_position_embeddings": 40960, "max_window_layers": 36, "model_type": "qwen3",
-        "num_attention_heads": 32,
-        "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
-        "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.51.0",
-        "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
-    },
-    "qwen3-30b-a3b": {
-        "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
-        "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
-        "initializer_range": 0.02, "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48,
-        "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
-        "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
-        "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None,
-        "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
-        "vocab_size": 151936,
-    },
-    "llama-3.1-8b": {
-        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
-        "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
-        "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama", "num_attention_heads": 32,
-        "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
-        "rope_scaling": {
-            "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-            "rope_type": "llama3",
-        },
-        "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.43.0.dev0",
-        "use_cache": True, "vocab_size": 128256,
-    },
+# A configuration of a family that is known by formulas.
+KNOWN = {
+    "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "vocab_size": 100, "num_hidden_layers": 3,
 }  # fmt: skip
 
 
@@ -138,67 +105,17 @@ def directory_of(tmp_path: Path, configuration: dict) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_a_directory_with_the_configuration_of_a_preset_is_not_measured(measured, cache, tmp_path, name):
-    """And what is taken for it is what would be."""
-    directory = directory_of(tmp_path, PUBLISHED[name])
-    assert shape(directory) == shape(name) and shape(directory, lora_rank=32) == shape(name, lora_rank=32) and not measured
-    assert shape(directory, lora_rank=8) == measured[0]
-
-
-def test_that_is_the_shape_of_such_a_directory(tmp_path):
-    """In the dtype that was asked for, whatever a file says of the weights."""
-    for dtype in ("bfloat16", "float32"):
-        config = AutoConfig.from_pretrained(directory_of(tmp_path, PUBLISHED["llama-3.1-8b"] | {"torch_dtype": dtype}))
-        assert model_shape(config) == shape("llama-3.1-8b")
-
-
-@pytest.mark.parametrize("name", [name for name in preset_names() if name not in PUBLISHED])
-def test_every_preset_is_recognised(measured, cache, tmp_path, name):
-    preset_config(name).save_pretrained(tmp_path)
-    assert shape(tmp_path) == shape(name) and not measured
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"num_hidden_layers": 35}, {"attention_bias": True}, {"hidden_act": "gelu"}, {"tie_word_embeddings": True},
-        {"use_sliding_window": True}, {"quantization_config": {"bits": 4}}, {"head_dim": None}, {"model_type": "qwen2"},
-        {"rope_scaling": {"rope_type": "longrope"}}, {"rope_scaling": "much"}, {"rope_scaling": {}},
-        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {"rope_scaling": {"rope_type": "llama3"}},
-        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-        # transformers refuses what is of another type.
-        {"num_hidden_layers": 36.0}, {"tie_word_embeddings": 0}, {"attention_dropout": False}, {"rope_theta": None},
-        {"max_position_embeddings": "many"}, {"rms_norm_eps": None}, {"pad_token_id": 10**9}, {"dtype": "floaty"},
-        {"max_window_layers": True}, {"torch_dtype": "bfloat16", "dtype": "bfloat16"},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_directory_that_says_anything_else_is_measured(measured, cache, tmp_path, change):
-    assert shape(directory_of(tmp_path, PUBLISHED["qwen3-8b"] | change)) == measured[0]
-
-
-@pytest.mark.parametrize("order", [("num_experts", "num_local_experts"), ("num_local_experts", "num_experts")])
-def test_two_names_of_one_thing_are_no_preset(measured, cache, tmp_path, order):
-    """transformers takes one of them, and which is not known here."""
-    said = {key: value for key, value in PUBLISHED["qwen3-30b-a3b"].items() if key != "num_experts"}
-    assert shape(directory_of(tmp_path, said | dict.fromkeys(order, 128))) == measured[0]
-
-
-def test_a_directory_that_says_less_is_measured(measured, cache, tmp_path):
-    """Unless what it leaves out is what transformers takes for it."""
-    said = PUBLISHED["qwen3-8b"]
-    for key in ("num_key_value_heads", "intermediate_size", "model_type"):
-        shape(directory_of(tmp_path, {other: said[other] for other in said if other != key}))
-    assert len(measured) == 3
-    shape(directory_of(tmp_path, {key: value for key, value in said.items() if key not in ("head_dim", "vocab_size")}))
-    assert len(measured) == 3
+def test_a_directory_of_a_known_family_is_not_measured(measured, cache, tmp_path):
+    known = shape(directory_of(tmp_path, KNOWN))
+    assert (known.layers, known.width) == (3, 64) and known != shape(tmp_path, lora_rank=5)
+    assert not measured and not cache.exists()
+    assert shape(tmp_path, "float32") == shape(tmp_path, "float32") == measured[0] and len(measured) == 1
 
 
 def test_where_transformers_was_imported_a_directory_is_measured(measured, cache, tmp_path, monkeypatch):
     """Somebody may have changed its code."""
     monkeypatch.setattr(remembered, "sys", SimpleNamespace(modules={"transformers": None}))
-    assert shape(directory_of(tmp_path, PUBLISHED["qwen3-8b"])) == measured[0]
+    assert shape(directory_of(tmp_path, KNOWN)) == measured[0]
 
 
 def other_version(name: str) -> str:
@@ -236,11 +153,10 @@ def test_dtypes_and_ranks_are_kept_apart(measured, cache, model):
     assert shapes == [shape(model, *kind) for kind in kinds] == measured and len(measured) == 6
 
 
-def test_a_preset_of_another_rank_or_dtype_is_remembered_too(measured, cache):
-    assert shape("qwen3-8b") != shape("qwen3-8b", lora_rank=32) and not measured and not cache.exists()
-    assert shape("qwen3-8b", lora_rank=8) == shape("qwen3-8b", lora_rank=8) == measured[0]
-    assert shape("qwen3-8b", "float32") == shape("qwen3-8b", "float32") == measured[1]
-    assert shape("qwen3-4b", "float32") == measured[2] and len(measured) == 3
+def test_a_preset_in_another_dtype_is_remembered_too(measured, cache):
+    assert len({shape("qwen3-8b", lora_rank=rank) for rank in (None, 8, 32)}) == 3 and not measured and not cache.exists()
+    assert shape("qwen3-8b", "float32") == shape("qwen3-8b", "float32") == measured[0]
+    assert shape("qwen3-4b", "float32") == measured[1] and len(measured) == 2
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,8 @@
 """A model's shape without measuring it twice.
 
 What `models.dry_run` finds depends on nothing but the configuration, the dtype, the adapters' rank and the code. So
-    presets                        have theirs in shapes.json, written by docs/generate_shapes.py, and so has a directory whose
-                                   configuration says what a preset's does
-    a directory's configuration    has it in the user's cache, under a name made of all of these
+    presets and configurations of well-known families    have theirs by formulas (`models.families`)
+    any other directory's configuration                  has it in the user's cache, under a name made of all of these
 and neither needs torch or transformers, whose import takes seconds.
 
 The cache is a folder of small files: `$STREAMGRAD_CACHE`, or `streamgrad` in `$XDG_CACHE_HOME` or in `~/.cache`. Where it cannot
@@ -22,8 +21,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from streamgrad.models.names import check_found, packaged, presets
-from streamgrad.models.recognised import preset_that_says
+from streamgrad.models.families import known_shape
+from streamgrad.models.names import check_found, presets
 from streamgrad.models.shape import ModelShape
 
 _MEASURED_BY = ("streamgrad", "torch", "transformers", "peft")
@@ -36,10 +35,10 @@ def shape_of(model: Any, *, dtype: str, lora_rank: int | None) -> ModelShape:
     configuration = _configuration(model)
     # Who has imported transformers may have changed its code, as Liger's patches do: what is measured there is true there only.
     as_it_was = "transformers" not in sys.modules
-    name = model if isinstance(model, str) and model in presets() else preset_that_says(configuration) if as_it_was else None
-    shipped = None if name is None else packaged("shapes.json").get(name, {}).get(entry_name(dtype, lora_rank))
-    if shipped is not None:
-        return ModelShape.from_dict(shipped)
+    if as_it_was or (isinstance(model, str) and model in presets()):
+        known = known_shape(configuration, dtype=dtype, lora_rank=lora_rank)
+        if known is not None:
+            return known
     file = _file_for(configuration, dtype, lora_rank) if as_it_was else None
     shape = None if file is None else _read(file)
     if shape is None:
@@ -47,11 +46,6 @@ def shape_of(model: Any, *, dtype: str, lora_rank: int | None) -> ModelShape:
         if file is not None:
             _write(file, shape)
     return shape
-
-
-def entry_name(dtype: str, lora_rank: int | None) -> str:
-    """Of a preset's shape in shapes.json."""
-    return dtype if lora_rank is None else f"{dtype}, adapters of rank {lora_rank}"
 
 
 def _measured(model: Any, dtype: str, lora_rank: int | None) -> ModelShape:
@@ -88,7 +82,8 @@ def _folder() -> Path | None:
 def _configuration(model: Any) -> Any:
     """All that transformers makes the configuration from, or None if that is elsewhere too: code, other files, the hub."""
     if isinstance(model, str) and model in presets():
-        return presets()[model]
+        row = dict(presets()[model])
+        return {"model_type": row.pop("family"), **row}
     if not isinstance(model, str | os.PathLike):
         return None
     try:

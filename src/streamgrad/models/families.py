@@ -1,0 +1,197 @@
+"""The shapes of well-known families by formulas: what `models.dry_run` would measure, without torch or transformers.
+
+A layer's parameters, FLOPs and bytes are sums of products of its sizes, or the largest of such sums. docs/generate_families.py
+fits them to dry runs of random sizes and writes families.json; tests hold them to dry runs of other sizes. A configuration is
+understood where every key of it is a size, is known to have no part in bytes and FLOPs, or says what the family's default does;
+what is not understood is left to be measured.
+
+Sizes: E model width, F of the MLP, H query heads, G key/value heads, D head size, Q = H D, K = G D, V vocabulary, N layers; of
+experts M width, X how many, A active for a token; R rank of adapters.
+"""
+
+from __future__ import annotations
+
+import math
+from types import NoneType
+from typing import Any
+
+from streamgrad.core.moments import LayerCosts
+from streamgrad.models.names import packaged
+from streamgrad.models.shape import LayerProfile, ModelShape
+
+SIZES = {
+    "hidden_size": "E", "intermediate_size": "F", "num_attention_heads": "H", "num_key_value_heads": "G", "head_dim": "D",
+    "vocab_size": "V", "num_hidden_layers": "N", "moe_intermediate_size": "M", "num_local_experts": "X",
+    "num_experts_per_tok": "A",
+}  # fmt: skip
+# Which layers have a window.
+_WINDOWS = ("sliding_window", "layer_types", "sliding_window_pattern", "_sliding_window_pattern")
+# Of a configuration, what has no part in bytes and FLOPs, and the values of it that any model can be made with.
+_ANY = {
+    "_name_or_path": lambda value: isinstance(value, str),
+    "architectures": lambda value: isinstance(value, list | NoneType),
+    "transformers_version": lambda value: isinstance(value, str),
+    "dtype": lambda value: value in (None, "bfloat16", "float16", "float32"),
+    "use_cache": lambda value: isinstance(value, bool),
+    **dict.fromkeys(("bos_token_id", "eos_token_id"), lambda value: value is None or type(value) is int),
+    **dict.fromkeys(
+        ("initializer_range", "rms_norm_eps", "rope_theta", "rope_local_base_freq"), lambda value: _is_positive(value)
+    ),
+    **dict.fromkeys(("max_position_embeddings", "max_window_layers"), lambda value: _is_count(value)),
+}
+WITHOUT_A_PART = (*_ANY, "pad_token_id", "rope_parameters", "id2label", "label2id")
+# Kinds of rotary angles that are as many as the usual ones, and what is said of each.
+_ANGLES = {
+    "default": {"rope_theta"},
+    "linear": {"rope_theta", "factor"},
+    "llama3": {"rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+}
+# The names that transformers writes, by others that it reads.
+_OTHER_NAMES = {"num_experts": "num_local_experts", "torch_dtype": "dtype"}
+
+
+def known_shape(configuration: Any, *, dtype: str, lora_rank: int | None) -> ModelShape | None:
+    """Of a config.json, as it was read; None where there is any doubt."""
+    if not isinstance(configuration, dict) or dtype not in ("bfloat16", "float16"):
+        return None
+    said = {str(_OTHER_NAMES.get(key, key)): value for key, value in configuration.items()}
+    family = packaged("families.json").get(str(said.get("model_type")))
+    if family is None or len(said) < len(configuration):  # two names of one thing are one too many
+        return None
+    if any(said.get(key) is not value for key, value in family["stated"].items()):
+        return None
+    sizes = _sizes(said, family)
+    windows = sizes and _windows(said, family["defaults"], sizes["N"])
+    if not sizes or not windows or not all(_has_no_part(key, value, family, sizes) for key, value in said.items()):
+        return None
+    if "X" in sizes and dtype != "bfloat16":  # in which alone torch makes the products of all experts at once
+        return None
+    tied = said.get("tie_word_embeddings", family["defaults"]["tie_word_embeddings"])
+    formulas = family["full"] if lora_rank is None else family["lora"]
+    return _shape(formulas, sizes | {"R": lora_rank or 0}, windows, tied=tied, frozen=lora_rank is not None)
+
+
+def value_of(sums: list[dict[str, float]], sizes: dict[str, int]) -> float:
+    """The largest of some sums of products, each of them a factor by the product's name: {"E*F": 3, "1": 8} is 3 E F + 8."""
+    return max(
+        sum(factor * math.prod(sizes[name] for name in product.split("*") if name != "1") for product, factor in terms.items())
+        for terms in sums
+    )
+
+
+def _shape(
+    formulas: dict[str, Any], sizes: dict[str, int], windows: tuple[int | None, int], *, tied: bool, frozen: bool
+) -> ModelShape:
+    """In 16 bits."""
+    trainable = int(value_of(formulas["trainable"], sizes))
+    head = sizes["V"] * sizes["E"]
+    outside = (1 if tied else 2) * head + sizes["E"]  # the embeddings, the head and the norm before it
+
+    def profile(name: str) -> LayerProfile:
+        found = {quantity: float(value_of(sums, sizes)) for quantity, sums in formulas[name].items()}
+        costs = LayerCosts(
+            input=2.0 * sizes["E"],
+            keys_and_values=4.0 * sizes["K"],
+            key_sums=8.0 * sizes["K"],
+            attention=2.0 * sizes["Q"] + 4.0 * sizes["H"],
+            graph=found.pop("graph"),
+            widest=found.pop("widest"),
+            at_attention=found.pop("at_attention"),
+            gradients=2 * trainable,
+            gradient_sums=4 * trainable,
+            largest_gradient=2 * int(value_of(formulas["largest"], sizes)),
+        )
+        return LayerProfile(costs=costs, query_heads=sizes["H"], head_size=sizes["D"], **found)
+
+    return ModelShape(
+        layers=sizes["N"],
+        full_attention_layers=windows[1],
+        window=windows[0],
+        width=sizes["E"],
+        vocabulary=sizes["V"],
+        itemsize=2,
+        layer_parameters=int(value_of(formulas["parameters"], sizes)),
+        layer_trainable=trainable,
+        outside_parameters=outside,
+        outside_trainable=0 if frozen else outside,
+        head_parameters=head,
+        head_trainable=0 if frozen else head,
+        tied=tied,
+        profile=profile("profile"),
+        eager=profile("eager"),
+    )
+
+
+def _sizes(said: dict[str, Any], family: dict[str, Any]) -> dict[str, int] | None:
+    """By their letters, if all are said and fit together."""
+    sizes = {letter: said[key] for key, letter in SIZES.items() if key in said and key in family["sizes"]}
+    if not all(map(_is_count, sizes.values())) or not {SIZES[key] for key in family["sizes"]} - {"D"} <= sizes.keys():
+        return None
+    # Where heads do not share the width, families differ in what they take.
+    if sizes["E"] % sizes["H"] or sizes["H"] % sizes["G"]:
+        return None
+    sizes.setdefault("D", family["head_size"] or sizes["E"] // sizes["H"])
+    if sizes["D"] % 2:
+        return None
+    # One expert a token takes another way, as do sizes that kernels for many products at once cannot take.
+    if "X" in sizes and not (2 <= sizes["A"] <= sizes["X"] and sizes["E"] % 8 == sizes["M"] % 8 == 0):
+        return None
+    return sizes | {"Q": sizes["H"] * sizes["D"], "K": sizes["G"] * sizes["D"]}
+
+
+def _windows(said: dict[str, Any], defaults: dict[str, Any], layers: int) -> tuple[int | None, int] | None:
+    """The window, and the number of layers without one."""
+    if "sliding_window" not in defaults:
+        return None, layers
+    window = said.get("sliding_window", defaults["sliding_window"])
+    if window is not None and not _is_count(window):
+        return None
+    kinds = said.get("layer_types", ["full_attention"] * layers)
+    if "use_sliding_window" in defaults:  # and it is not used, or the configuration would not be understood
+        return (None, layers) if kinds == ["full_attention"] * layers else None
+    if "layer_types" not in defaults:
+        return window, 0 if window else layers
+    pattern = [said[key] for key in _WINDOWS[2:] if key in said] or [defaults["_sliding_window_pattern"]]
+    if window is None or not _is_count(pattern[0]) or any(other != pattern[0] for other in pattern):
+        return None
+    if "layer_types" not in said:
+        kinds = ["sliding_attention" if (index + 1) % pattern[0] else "full_attention" for index in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) != {"sliding_attention", "full_attention"}:
+        return None
+    return window, kinds.count("full_attention")
+
+
+def _has_no_part(key: str, value: Any, family: dict[str, Any], sizes: dict[str, int]) -> bool:
+    """Or one that `_sizes` and `_windows` have looked at."""
+    defaults = family["defaults"]
+    if key in ("model_type", *family["sizes"], *family["stated"]) or (key in _WINDOWS and {key, f"_{key}"} & defaults.keys()):
+        return True
+    if key == "tie_word_embeddings":
+        return isinstance(value, bool)
+    if key in ("rope_scaling", "rope_parameters"):
+        return value is None or _are_known_angles(
+            value, by_kind="layer_types" in defaults and "use_sliding_window" not in defaults
+        )
+    if key == "pad_token_id":
+        return value is None or (type(value) is int and 0 <= value < sizes["V"])
+    if key in defaults:
+        return type(value) is type(defaults[key]) and value == defaults[key]
+    return key in _ANY and _ANY[key](value)
+
+
+def _are_known_angles(said: Any, *, by_kind: bool = False) -> bool:
+    if not isinstance(said, dict):
+        return False
+    if by_kind and said.keys() == {"full_attention", "sliding_attention"}:
+        return all(map(_are_known_angles, said.values()))
+    known = next((names for kind, names in _ANGLES.items() if kind == said.get("rope_type")), None)
+    numbers = {key: value for key, value in said.items() if key != "rope_type"}
+    return known is not None and known - {"rope_theta"} <= numbers.keys() <= known and all(map(_is_positive, numbers.values()))
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < float("inf")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
