@@ -62,8 +62,16 @@ def test_a_plan_with_a_picture_needs_what_draws_it(tmp_path):
     assert "matplotlib" in imported and not imported & {"torch", "transformers"}
 
 
-def test_a_directory_is_planned_with_transformers_once(tmp_path):
-    AutoConfig.for_model("qwen3", num_hidden_layers=2).save_pretrained(tmp_path / "model")
+def test_a_directory_of_a_known_family_is_planned_without_transformers(tmp_path):
+    sizes = {"hidden_size": 3072, "num_attention_heads": 24, "num_key_value_heads": 8, "intermediate_size": 8192}
+    AutoConfig.for_model("llama", **sizes, num_hidden_layers=28, vocab_size=128_256).save_pretrained(tmp_path / "model")
+    for options in ([], ["--method", "lora", "--lora-rank", "16"]):
+        words = ["plan", str(tmp_path / "model"), "--max", *options]
+        assert not imported_by(*words, STREAMGRAD_CACHE="off") & (HEAVY | SECONDS)
+
+
+def test_any_other_directory_is_planned_with_transformers_once(tmp_path):
+    AutoConfig.for_model("olmo2", num_hidden_layers=2).save_pretrained(tmp_path / "model")
     words, cache = ["plan", str(tmp_path / "model"), "--seq-len", "1000"], {"STREAMGRAD_CACHE": str(tmp_path / "cache")}
     first, second = imported_by(*words, **cache), imported_by(*words, **cache)
     assert {"torch", "transformers"} <= first and not first & (HEAVY - {"PIL"})

@@ -149,6 +149,7 @@ def test_what_is_not_understood_is_left_to_be_measured(change):
         ("gemma-3-1b", {"_sliding_window_pattern": 5}),
         ("gemma-3-1b", {"layer_types": ["full_attention"] * 26}),
         ("gemma-3-1b", {"layer_types": 26}),
+        ("gemma-3-1b", {"layer_types": [["full_attention"]] * 26}),
         ("gemma-3-1b", {"use_bidirectional_attention": True}),
         ("gemma-3-1b", {"rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": None}}),
     ],

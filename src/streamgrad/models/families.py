@@ -156,9 +156,11 @@ def _windows(said: dict[str, Any], defaults: dict[str, Any], layers: int) -> tup
         return None
     if "layer_types" not in said:
         kinds = ["sliding_attention" if (index + 1) % pattern[0] else "full_attention" for index in range(layers)]
-    if not isinstance(kinds, list) or len(kinds) != layers or set(kinds) != {"sliding_attention", "full_attention"}:
+    if not isinstance(kinds, list) or len(kinds) != layers:
         return None
-    return window, kinds.count("full_attention")
+    full, sliding = (kinds.count(kind) for kind in ("full_attention", "sliding_attention"))
+    # A set of rotary angles for each kind, of which there are two.
+    return (window, full) if full and sliding and full + sliding == layers else None
 
 
 def _has_no_part(key: str, value: Any, family: dict[str, Any], sizes: dict[str, int]) -> bool:
