@@ -1,7 +1,7 @@
 """Write src/streamgrad/models/families.json, the formulas of `models.families`: `python docs/generate_families.py [FAMILY ...]`.
 
 A layer's code does the same whatever its sizes are. So a run of it is a fixed list of moments, and the bytes alive at a moment
-are always the same sum of products of the sizes; runs of a few random sizes tell its factors exactly. The
+are always the same sum of products of the sizes; runs of a few random sizes tell its factors, which are whole numbers. The
 largest moment is then the largest of these sums, of which those are kept that are not below another one everywhere.
 """
 
@@ -22,7 +22,7 @@ from transformers import AutoConfig
 from streamgrad.core import probe
 from streamgrad.core.live import LiveBytes
 from streamgrad.models import families
-from streamgrad.models.dry_run import TOKENS, meta_model, model_shape
+from streamgrad.models.dry_run import meta_model, model_shape
 from streamgrad.models.families import SIZES, WITHOUT_A_PART
 from streamgrad.models.names import packaged
 from streamgrad.models.presets import with_layers
@@ -39,11 +39,10 @@ STATED = {"qwen3_moe": {"norm_topk_prob": True}}
 # Products that a token's bytes, and that parameters and FLOPs are made of; those with a rank, or of experts, where there are any.
 BYTES = ("1", "E", "F", "Q", "K", "D", "H", "G", "R", "A", "A*E", "A*M", "X")
 PRODUCTS = (
-    "E", "Q", "K", "F", "D", "E*Q", "E*K", "E*F", "R*E", "R*Q", "R*K", "R*F", "R*X", "E*X", "X*E*M", "A*E*M", "R*X*E",
-    "R*X*M", "R*X*E*M",
+    "E", "Q", "K", "F", "D", "E*Q", "E*K", "E*F", "R*E", "R*Q", "R*K", "R*F", "E*X", "X*E*M", "A*E*M",
 )  # fmt: skip
 
-Sums = list[dict[str, float]]
+Sums = list[dict[str, int]]
 
 
 @dataclass
@@ -111,24 +110,23 @@ def dry_run(family: str, sizes: dict[str, int], rank: int | None) -> Run:
     return Run(sizes, shape, moments, trainable)
 
 
-def fitted(runs: list[Run], values: list[float], products: tuple[str, ...]) -> dict[str, float]:
+def fitted(runs: list[Run], values: list[float], products: tuple[str, ...]) -> dict[str, int]:
     """The sum of products that all runs' values are, exactly."""
     known = [product for product in products if set(product.split("*")) <= {"1", *runs[0].sizes}]
     known = [product for product in known if "R" not in product or runs[0].sizes["R"]]
     matrix = [[math.prod(run.sizes.get(name, 1) for name in product.split("*")) for product in known] for run in runs]
     scale = np.max(matrix, axis=0)
     factors = np.linalg.lstsq(np.array(matrix, float) / scale, np.array(values, float), rcond=None)[0] / scale
-    # Adapters of experts are multiplied out once for all tokens of a run.
-    exact = [round(factor * TOKENS) / TOKENS for factor in factors]
-    assert [sum(f * x for f, x in zip(exact, row, strict=True)) for row in matrix] == list(values), "no sum of these products"
-    return {product: int(f) if f.is_integer() else f for product, f in zip(known, exact, strict=True) if f}
+    whole = [round(factor) for factor in factors]
+    assert [sum(f * x for f, x in zip(whole, row, strict=True)) for row in matrix] == list(values), "no sum of these products"
+    return {product: factor for product, factor in zip(known, whole, strict=True) if factor}
 
 
 def largest(sums: Sums) -> Sums:
     """Those that are not below another one everywhere, each once."""
     unique = [dict(items) for items in sorted({tuple(sorted(terms.items())) for terms in sums})]
 
-    def is_below(terms: dict[str, float], other: dict[str, float]) -> bool:
+    def is_below(terms: dict[str, int], other: dict[str, int]) -> bool:
         return other != terms and all(other.get(name, 0) >= terms.get(name, 0) for name in {*terms, *other})
 
     return [terms for terms in unique if not any(is_below(terms, other) for other in unique)]
@@ -176,7 +174,8 @@ def family_entry(family: str) -> dict[str, Any]:
         "stated": STATED.get(family, {}),
         "defaults": {key: value for key, value in defaults.items() if key not in known},
         "full": formulas(family, lora=False),
-        "lora": formulas(family, lora=True),
+        # Adapters of experts are multiplied with the experts' weights, which is as much whatever the number of tokens.
+        **({} if "num_local_experts" in keys else {"lora": formulas(family, lora=True)}),
     }
 
 
