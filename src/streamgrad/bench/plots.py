@@ -79,7 +79,7 @@ def _time(records: Records, paper: dict[str, Any]) -> Any:
     for name, text, color in (("baseline_checkpoint", "checkpointing", "tab:olive"), ("streambp", "StreamBP", "tab:green")):
         points = [(n / 1e3, s) for n, s in zip(theirs["sequence_length"], theirs[name], strict=True) if s is not None]
         axes.plot(*zip(*points, strict=True), **_PAPER | {"color": color}, label=f"paper: {text} (A800)")
-    ticks = [6, 12, 24, 36, 72]
+    ticks = [1, 2, 4, 6, 12, 24, 36, 72]
     axes.set(
         xscale="log", yscale="log", xlabel="tokens (thousands)", ylabel="forward + backward (s)", title="Qwen3-4B, one sequence"
     )
