@@ -191,23 +191,25 @@ def test_peak_bytes_a_token_are_the_tensors_that_must_exist():
 def test_calls_of_attention_over_parts_of_the_keys_do_not_hold_each_others_terms(monkeypatch):
     """A call's terms are as large as its keys, so those of the call before would be the largest thing beside them."""
     monkeypatch.setattr("streamgrad.attention.streamed.KEYS_AT_ONCE", 16)
-    made: list[weakref.ref] = []
-    calls_beside_others = []
+    of_keys: list[weakref.ref] = []
+    of_queries: list[weakref.ref] = []
+    alive = []
     stock = EagerBackend.backward
 
     def backward(self, *arguments):
-        calls_beside_others.append(any(reference() is not None for reference in made[1:]))
+        alive.append(tuple(sum(term() is not None for term in terms) for terms in (of_keys, of_queries)))
         dquery, pieces = stock(self, *arguments)
-        # The first term of the queries' gradient may be their sum so far.
-        made[:] = [weakref.ref(tensor.untyped_storage()) for tensor in (dquery, *pieces[-1][2:])]
+        of_keys.extend(weakref.ref(tensor.untyped_storage()) for piece in pieces for tensor in piece[2:])
+        of_queries.append(weakref.ref(dquery.untyped_storage()))
         return dquery, pieces
 
     monkeypatch.setattr(EagerBackend, "backward", backward)
     model, step = model_and_step(96)
     streamgrad.enable(model, chunk_size=8, attention="eager")
     step()
-    assert len(calls_beside_others) > 2 * 96 // 8
-    assert not any(calls_beside_others)
+    assert len(alive) > 2 * 96 // 8
+    # Of the queries' gradient, the first term is the sum so far.
+    assert max(keys for keys, _ in alive) == 0 and max(queries for _, queries in alive) == 1
 
 
 def test_what_a_chunk_adds_does_not_grow_with_t():

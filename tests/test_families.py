@@ -86,7 +86,7 @@ def test_a_shape_by_formulas_is_that_of_a_dry_run(family, rank):
         said = drawn(family, seed)
         known = known_shape(said, dtype="bfloat16", lora_rank=rank)
         assert known is not None, said
-        assert asdict(known) == asdict(model_shape(read(said), lora_rank=rank)), said
+        assert asdict(known) == asdict(model_shape(read(said), lora_rank=rank)), f"{said}: run `python docs/generate_families.py`"
 
 
 def test_with_experts_that_is_so_without_adapters():
