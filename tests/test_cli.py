@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -322,3 +323,20 @@ def test_models_that_cannot_be_built(outcome, tmp_path, command, values):
     line = str(outcome(command[0], "model", *command[1:]))
     words = "transformers cannot build a qwen3 model of this configuration: " if command[0] == "plan" else "could not be built"
     assert line.startswith("streamgrad: ") and words in line and "\n" not in line
+
+
+def test_commands_do_not_pass_on_that_a_product_falls_back(monkeypatch):
+    """25 lines of C++ frames, once a process, on a processor without bf16 instructions."""
+
+    def run() -> None:
+        warnings.warn(f"mkldnn_matmul failed, switching to BLAS gemm: {FALLBACK_FRAMES}", UserWarning, stacklevel=1)
+        warnings.warn("what a user should see", UserWarning, stacklevel=1)
+
+    monkeypatch.setattr("streamgrad.cli.app.app", run)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        main()
+    assert [str(warning.message) for warning in seen] == ["what a user should see"]
+
+
+FALLBACK_FRAMES = "needs a cpu with bf16 support\nException raised from mkldnn_matmul\nframe #0: c10::Error::Error"

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 _EXTRA = {"typer", "rich", "matplotlib"}
+# torch's warning, once a process, on a processor without bf16 instructions. The products are right; most of it is C++ frames.
+_PRODUCTS_FALL_BACK = r".*failed, switching to (BLAS gemm|baddbmm)"
 
 
 class CheckFailed(Exception):
@@ -18,6 +21,7 @@ def main() -> None:
     """Run the command in `sys.argv`."""
     with one_line_errors():
         _let_segments_grow()
+        warnings.filterwarnings("ignore", message=_PRODUCTS_FALL_BACK, category=UserWarning)
         from streamgrad.cli.app import app
 
         app()
