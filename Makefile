@@ -5,13 +5,23 @@ BIN := $(VENV)/bin
 # One torch thread a test process: two processes fill two cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: demo test lint docs format clean
+.PHONY: demo test test-all mutants lint docs format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m streamgrad demo
 
 test: $(VENV)/.installed
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 -q -m "not more"
+
+# Also what repeats a proof on more families, seeds and sizes. Two tests of the profile's page drive Chromium, and are skipped
+# without it.
+test-all: $(VENV)/.installed
+	@command -v chromium >/dev/null || echo "Two tests need Chromium. On Debian or Ubuntu: apt-get install chromium"
 	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 -q
+
+# Breaks the engine on purpose and shows which proofs notice.
+mutants: $(VENV)/.installed
+	$(ONE_THREAD) $(BIN)/python tests/mutants.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

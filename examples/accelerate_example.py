@@ -29,7 +29,6 @@ def main() -> None:
     parser.add_argument("--chunk-size", type=int, default=1024)
     parser.add_argument("--output", help="folder for the trained model")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--no-stream", action="store_true", help="ordinary backpropagation, to compare with")
     options = parser.parse_args()
 
     accelerator = Accelerator()
@@ -42,8 +41,7 @@ def main() -> None:
     accelerator.print(f"{accelerator.num_processes} processes, {accelerator.distributed_type.value}")
     model = AutoModelForCausalLM.from_pretrained(options.model)
     model.train()
-    if not options.no_stream:
-        streamgrad.enable(model, chunk_size=options.chunk_size)  # <- before or after prepare
+    streamgrad.enable(model, chunk_size=options.chunk_size)  # <- before or after prepare
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
         make_zero3_leaves(model)  # <- before prepare
 

@@ -7,6 +7,7 @@ ever. Many cases run in one process group, since starting processes takes longer
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import tempfile
 import time
@@ -30,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import streamgrad
-from gradients import worst_gradient_error
+from gradients import assert_as_exact_as_plain, no_float32, worst_gradient_error
 from leaving import leave
 from lora import with_lora
 from streamgrad.distributed import make_zero3_leaves, rank_bytes
@@ -86,15 +87,15 @@ class Outcome:
         return kinds
 
 
-def build(method: str) -> nn.Module:
-    """A family's name as the method: that family, trained in full."""
+def build(method: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A family's name as the method: that family, trained in full. The weights are float32 numbers, whatever the dtype."""
     if method == "granitemoehybrid":  # with layers that have states
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return small_model(method).float()
+            return small_model(method).float().to(dtype)
     if method in FAMILIES:
-        return tiny_model(method, dtype=torch.float32)
-    model = tiny_model("qwen3", dtype=torch.float32, tie_word_embeddings=method == "tied")
+        return tiny_model(method, dtype=dtype)
+    model = tiny_model("qwen3", dtype=dtype, tie_word_embeddings=method == "tied")
     return with_lora(model) if method == "lora" else model
 
 
@@ -115,9 +116,26 @@ def optimizer_for(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
 
 
-def plain_backprop(method: str, world_size: int, micro_batches: int) -> dict[str, Tensor]:
-    """The reference: one process, the stock model, the batches of all ranks; parameters after the last step."""
-    model = build(method)
+@dataclass
+class Reference:
+    """Parameters after the last step of plain backpropagation in one process, and the same computed in float64."""
+
+    plain: dict[str, Tensor]
+    truth: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, train: Callable[[torch.dtype], dict[str, Tensor]]) -> Reference:
+        with no_float32():
+            truth = train(torch.float64)
+        return cls(train(torch.float32), truth)
+
+    def check(self, parameters: dict[str, Tensor]) -> None:
+        assert_as_exact_as_plain(parameters, self.plain, self.truth)
+
+
+def plain_backprop(method: str, world_size: int, micro_batches: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """One process, the stock model, the batches of all ranks; parameters after the last step."""
+    model = build(method, dtype)
     optimizer = optimizer_for(model)
     for step in range(STEPS):
         for rank in range(world_size):
@@ -309,23 +327,23 @@ def check_cases(subtests: Any, cases: list[Case], *, world_size: int = 2) -> Non
     """Every rank's parameters are those of plain backpropagation, and its communication that of gradient checkpointing."""
     cases = with_checkpointing(cases)
     ranks: list[list[Outcome]] = launch(run_cases, cases, world_size=world_size)
-    plain: dict[tuple[str, int], dict[str, Tensor]] = {}
+    references: dict[tuple[str, int], Reference] = {}
     for index, case in enumerate(cases):
         if case.chunks is None:
             continue
         key = case.method, case.micro_batches
-        if key not in plain:
-            plain[key] = plain_backprop(case.method, world_size, case.micro_batches)
+        if key not in references:
+            references[key] = Reference.of(functools.partial(plain_backprop, case.method, world_size, case.micro_batches))
             start = {name: parameter.detach() for name, parameter in build(case.method).named_parameters()}
-            assert worst_gradient_error(start, plain[key])[0] > 0.05, "training hardly moved, so nothing would be compared"
+            moved, _ = worst_gradient_error(start, references[key].plain)
+            assert moved > 0.05, "training hardly moved, so nothing would be compared"
         with subtests.test(f"{case}, bytes"):
             held = [sum(numbers) for numbers in zip(*(outcomes[index].held for outcomes in ranks), strict=True)]
-            assert held == pytest.approx(expected_to_be_held(case, plain[key], world_size), rel=0.05)
+            assert held == pytest.approx(expected_to_be_held(case, references[key].plain, world_size), rel=0.05)
         stock = cases.index(replace(case, chunks=None, enable_after=False, keep="input", fused=False))
         for rank, outcomes in enumerate(ranks):
             with subtests.test(f"{case}, rank {rank}"):
-                worst, name = worst_gradient_error(outcomes[index].parameters, plain[key])
-                assert worst < 1e-6, f"{name} is off by {worst:.1e}"
+                references[key].check(outcomes[index].parameters)
                 actual, expected = outcomes[index].traffic(), outcomes[stock].traffic()
                 assert actual == expected, f"{actual} instead of {expected}"
                 assert actual, "no collective was seen"

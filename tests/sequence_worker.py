@@ -182,12 +182,12 @@ def training_batch(replica: int, step: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "shift_labels": nn.functional.pad(labels[:, 1:], (0, 1), value=-100)}
 
 
-def training_model() -> nn.Module:
-    return tiny_model("qwen3", dtype=torch.float32, tie_word_embeddings=False)
+def training_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    return tiny_model("qwen3", dtype=dtype, tie_word_embeddings=False)
 
 
-def plain_training() -> dict[str, Tensor]:
-    model = training_model()
+def plain_training(dtype: torch.dtype) -> dict[str, Tensor]:
+    model = training_model(dtype)
     optimizer = optimizer_for(model)
     for step in range(STEPS):
         for replica in (0, 1):
@@ -229,7 +229,7 @@ def other_calls() -> dict[str, float]:
     stock, batch = case.model(), case.batch()
     model = sequence_parallel(streamgrad.enable(case.model(), chunk_size=5), group)
     ids, mine = batch["input_ids"], slice_of(batch, group)
-    with torch.no_grad():
+    with no_float32(), torch.no_grad():
         whole = stock(input_ids=ids).logits
         logits = {
             "no grad": model(**mine, labels=mine["shift_labels"]).logits,

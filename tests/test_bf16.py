@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import streamgrad
-from gradients import run_step, total_gradient_error
+from gradients import more, run_step, total_gradient_error
 from tiny import tiny_model, tokens
 
 LENGTH = 1000
@@ -38,7 +38,7 @@ def pooled_errors(family: str, seeds: range, chunk_counts: tuple[int, ...]) -> d
     return {chunks: math.sqrt(total / len(seeds)) for chunks, total in squares.items()}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=more), "qwen3"])
 def test_error_at_8_and_64_chunks(family):
     errors = pooled_errors(family, range(8), (8, 64))
     assert errors[0] > 1e-3
@@ -46,6 +46,7 @@ def test_error_at_8_and_64_chunks(family):
         assert errors[chunks] <= 1.02 * errors[0], f"{chunks} chunks: {errors[chunks] / errors[0]:.4f} times plain bf16"
 
 
+@more
 def test_error_at_1000_chunks():
     """One token a chunk: a thousand terms in every sum, in the layers and in the head."""
     errors = pooled_errors("qwen3", range(4), (1000,))

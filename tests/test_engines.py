@@ -8,7 +8,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, M
 
 import streamgrad
 from engine_worker import CHUNKS, Case, batches_of, build, check_cases, launch, plain_backprop, run_cases
-from gradients import total_gradient_error
+from gradients import more, total_gradient_error
 from test_all_families import LAYERS_TAKE_STATES_UP
 
 # Latent attention with experts, and layers with states.
@@ -19,7 +19,7 @@ def test_ddp(subtests):
     check_cases(
         subtests,
         [
-            *(Case("ddp", chunks=chunks) for chunks in CHUNKS),
+            Case("ddp"),
             Case("ddp", "tied", enable_after=True),
             Case("ddp", "lora", micro_batches=2),
             Case("ddp", "lora", options={"static_graph": True}),
@@ -36,7 +36,7 @@ def test_fsdp2(subtests):
     check_cases(
         subtests,
         [
-            *(Case("fsdp2", chunks=chunks) for chunks in CHUNKS),
+            Case("fsdp2"),
             Case("fsdp2", "tied", micro_batches=2, enable_after=True),
             Case("fsdp2", "lora", micro_batches=2),
             Case("fsdp2", "lora", enable_after=True, options={"reshard_after_forward": False}),
@@ -49,6 +49,12 @@ def test_fsdp2(subtests):
             *(Case("fsdp2", family) for family in OTHER_KINDS),
         ],
     )
+
+
+@more
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_one_chunk_and_many(subtests, engine):
+    check_cases(subtests, [Case(engine, chunks=chunks) for chunks in CHUNKS])
 
 
 def shard_badly() -> list[str]:
@@ -72,6 +78,7 @@ def test_sharding_inside_a_layer_is_refused():
     assert "use FSDP2" in first_version
 
 
+@more
 def test_four_ranks(subtests):
     check_cases(subtests, [Case("ddp", "tied"), Case("fsdp2", chunks=16), Case("zero2", "lora")], world_size=4)
 
@@ -80,7 +87,7 @@ def test_fsdp2_in_bf16():
     """With FSDP2's mixed precision, the distance from fp32 training is at most that of checkpointing under the same policy."""
     options = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
     cases = [Case("fsdp2", chunks=chunks, options=options) for chunks in (None, 4, 16)]
-    truth = plain_backprop("full", world_size=2, micro_batches=1)
+    truth = plain_backprop("full", 2, 1, torch.float32)
     stock, *streamed = launch(run_cases, cases)[0]
     allowed = total_gradient_error(stock.parameters, truth)
     assert 1e-4 < allowed < 1e-2, "this is not the error of bf16"

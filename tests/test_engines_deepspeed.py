@@ -7,6 +7,7 @@ import pytest
 
 import streamgrad
 from engine_worker import CHUNKS, Case, Zero, batches_of, build, check_cases, launch, prepare_deepspeed
+from gradients import more
 from streamgrad.distributed import make_zero3_leaves
 
 OFFLOADED = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
@@ -18,9 +19,8 @@ def test_zero_1_and_2(subtests):
         [
             Case("zero1"),
             Case("zero1", "lora", enable_after=True),
-            *(Case("zero2", chunks=chunks) for chunks in CHUNKS),
+            Case("zero2"),
             Case("zero2", "tied", micro_batches=2),
-            Case("zero2", "lora", chunks=16),
             Case("zero2", "lora", micro_batches=2, enable_after=True),
             Case("zero2", options=OFFLOADED),
         ],
@@ -31,15 +31,30 @@ def test_zero_3(subtests):
     check_cases(
         subtests,
         [
-            *(Case("zero3", chunks=chunks) for chunks in CHUNKS),
+            Case("zero3"),
             Case("zero3", "tied", micro_batches=2),
+            Case("zero3", keep="attention", fused=True),
+            Case("zero3", "lora", enable_after=True),
+        ],
+    )
+
+
+@more
+def test_more_of_zero_2(subtests):
+    check_cases(subtests, [Case("zero2", chunks=1), Case("zero2", chunks=16), Case("zero2", "lora", chunks=16)])
+
+
+@more
+def test_more_of_zero_3(subtests):
+    check_cases(
+        subtests,
+        [
+            *(Case("zero3", chunks=chunks) for chunks in CHUNKS),
             Case("zero3", keep="attention"),
             Case("zero3", "deepseek_v3"),
-            Case("zero3", fused=True),
             Case("zero3", keep="all", fused=True),
             Case("zero3", "lora", fused=True),
             Case("zero3", "lora", chunks=16),
-            Case("zero3", "lora", enable_after=True),
             Case("zero3", options=OFFLOADED | {"offload_param": {"device": "cpu", "pin_memory": False}}),
         ],
     )

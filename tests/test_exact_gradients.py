@@ -7,7 +7,7 @@ import torch
 
 import batches
 import streamgrad
-from gradients import assert_same_step, no_float32, run_step
+from gradients import assert_same_step, assert_step_as_exact_as_plain, more, no_float32, run_step
 from lora import with_lora
 from tiny import FAMILIES, tiny_model
 
@@ -23,32 +23,55 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
-@pytest.mark.parametrize(("family", "kind"), CASES)
-def test_fp64_gradients_equal_plain_backprop(family, kind, method):
+def check_steps(family: str, kind: str, method: str, options: list[tuple[int, str]]) -> None:
+    """Assert that a step equals plain backpropagation's with each pair of a chunk size and what is kept."""
     model = tiny_model(family)
     if method == "lora":
         model = with_lora(model)
     batch = batches.KINDS[kind](model)
     with no_float32():
         expected = run_step(model, batch)
-        for chunk_size in CHUNK_SIZES:
-            for keep in ("input", "attention"):
-                streamgrad.enable(model, chunk_size=chunk_size, head_chunk_size=max(1, chunk_size - 2), keep=keep)
-                actual = run_step(model, batch)
-                streamgrad.disable(model)
-                assert_same_step(actual, expected, tolerance=1e-10)
-        streamgrad.enable(model, keep="all")
-        assert_same_step(run_step(model, batch), expected, tolerance=1e-10)
+        for chunk_size, keep in options:
+            streamgrad.enable(model, chunk_size=chunk_size, head_chunk_size=max(1, chunk_size - 2), keep=keep)
+            actual = run_step(model, batch)
+            streamgrad.disable(model)
+            assert_same_step(actual, expected, tolerance=1e-10)
+
+
+@pytest.mark.parametrize(("family", "kind"), CASES)
+def test_fp64_gradients_equal_plain_backprop(family, kind):
+    """Many chunks with either policy, one chunk, and the ordinary graph."""
+    check_steps(family, kind, "full", [(7, "input"), (7, "attention"), (batches.LENGTH + 9, "input"), (7, "all")])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fp64_gradients_of_adapters_equal_plain_backprop(family):
+    check_steps(family, "packed", "lora", [(7, "input"), (7, "attention"), (7, "all")])
+
+
+@pytest.mark.parametrize("kind", ["left_padded", "packed"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fp64_gradients_of_chunks_of_one_token(family, kind):
+    check_steps(family, kind, "full", [(1, "attention")])
+
+
+@more
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize(("family", "kind"), CASES)
+def test_fp64_gradients_with_every_chunk_size(family, kind, method):
+    options = [(chunk_size, keep) for chunk_size in CHUNK_SIZES for keep in ("input", "attention")]
+    check_steps(family, kind, method, [*options, (7, "all")])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fp32_gradients_equal_plain_backprop(family):
-    model = tiny_model(family, dtype=torch.float32)
+    exact, model = tiny_model(family), tiny_model(family, dtype=torch.float32)
     batch = batches.right_padded(model)
-    expected = run_step(model, batch)
+    with no_float32():
+        truth = run_step(exact, batch)
+    plain = run_step(model, batch)
     streamgrad.enable(model, chunk_size=5, head_chunk_size=4)
-    assert_same_step(run_step(model, batch), expected, tolerance=1e-5)
+    assert_step_as_exact_as_plain(run_step(model, batch), plain, truth)
 
 
 @pytest.mark.parametrize("kind", ["plain", "right_padded", "packed"])

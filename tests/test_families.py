@@ -79,7 +79,7 @@ def drawn(family: str, seed: int) -> dict:
     return said | {"tie_word_embeddings": chance.random() < 0.5, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 
 
-@pytest.mark.parametrize("rank", [None, 3, 64])
+@pytest.mark.parametrize("rank", [pytest.param(None, marks=pytest.mark.more), 3, pytest.param(64, marks=pytest.mark.more)])
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen3_moe"])
 def test_a_shape_by_formulas_is_that_of_a_dry_run(family, rank):
     for seed in range(3):

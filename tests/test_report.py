@@ -260,7 +260,7 @@ def test_precision_is_kept_as_a_record(monkeypatch, tmp_path, records):
     (row,) = read_records(tmp_path)["precision"]
     assert row.keys() == records["precision"][0].keys()
     assert row["failures"] == [] or "times as wrong" in row["failures"][0]  # one model alone is a noisy ratio
-    assert row["table"]["mlp"]["stream32"]["relative"] < 1e-5
+    assert row["table"]["mlp"]["stream32"]["relative"] < precision.LARGEST_ERROR
 
 
 def test_a_step_on_a_whole_card_is_not_set_beside_the_papers(records):

@@ -103,7 +103,8 @@ def test_under_autocast_the_weight_gradient_keeps_its_precision():
     torch.testing.assert_close(scores["log_probs"], reference_scores(leaf, targets)["log_probs"])
     (dlogits,) = torch.autograd.grad((reference_scores(leaf, targets)["log_probs"] * upstream).sum(), leaf)
     exact = dlogits.bfloat16().double().T @ hidden.bfloat16().double()
-    assert relative_error(gradients[1], exact) < 1e-6
+    # Ten times and more from either side: float32 sums were seen at 1e-7, and one rounding to bf16 gives 1e-3.
+    assert relative_error(gradients[1], exact) < 1e-5
     assert relative_error(exact.bfloat16(), exact) > 1e-4, "the bound above would not see a rounding"
 
 

@@ -7,8 +7,9 @@ import torch
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import streamgrad
+from gradients import no_float32
 from tiny import tiny_model
-from trainers import history, lora, pairs, prompts, reward, settings, texts, tokenizer
+from trainers import history, lora, pairs, prompts, reward, settings, texts, tokenizer, trl_on_full_logits
 
 # Raised inside TRL, transformers and torch's data loader on a machine without an accelerator; none is about the model.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -20,21 +21,22 @@ def assert_follows_stock(kind: type, arguments, method: str, *, metric: str, wit
     """Three steps of the trainer `kind` with a stock model and with an enabled one, from the same weights and seed."""
     histories = []
     for streamed in (False, True):
-        model = tiny_model("qwen3", dtype=torch.float32)
+        model = tiny_model("qwen3")
         extra = {"peft_config": lora()} if method == "lora" else {}
         if with_reference:
-            extra["ref_model"] = tiny_model("qwen3", dtype=torch.float32, seed=3)
+            extra["ref_model"] = tiny_model("qwen3", seed=3)
         if streamed:
             for network in (model, extra.get("ref_model")):
                 if network is not None:
                     streamgrad.enable(network, **OPTIONS)
         torch.manual_seed(0)
-        histories.append(history(kind(model=model, args=arguments, processing_class=tokenizer(), **inputs, **extra)))
+        with no_float32(), trl_on_full_logits():
+            histories.append(history(kind(model=model, args=arguments, processing_class=tokenizer(), **inputs, **extra)))
     expected, actual = histories
     assert len(actual) == len(expected) == 3
     assert {"loss", "grad_norm", metric} <= expected[0].keys()
     for ours, theirs in zip(actual, expected, strict=True):
-        assert ours == pytest.approx(theirs, rel=2e-5, abs=2e-6)
+        assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-11)
 
 
 @pytest.mark.parametrize("options", [{}, {"loss_type": "nll"}, {"packing": True, "max_length": 16}], ids=str)

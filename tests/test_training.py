@@ -66,42 +66,47 @@ def test_autocast_leaves_no_casts_without_a_graph():
 
 
 def test_fp16_with_a_loss_scale():
-    """Scaled fp16 gradients are as close to fp32 as stock's: nothing underflows before the scale is applied."""
-    half, truth_model = tiny_model("llama", dtype=torch.float16), tiny_model("llama", dtype=torch.float32)
-    truth_model.load_state_dict(half.state_dict())
-    ids = tokens(1, 400)
-    batch = {"input_ids": ids, "labels": ids.clone()}
-    truth = run_step(truth_model, batch).gradients
-    scale = 2.0**12
+    """Scaled fp16 gradients are as close to fp32 as stock's: nothing underflows before the scale is applied.
 
-    def error(model) -> float:
-        step = run_step(model, batch, forward=lambda model, batch: model(**batch).loss * scale)
-        unscaled = {name: gradient.float() / scale for name, gradient in step.gradients.items()}
-        return total_gradient_error(unscaled, truth)
+    Pooled over models, as single errors are draws of noise.
+    """
+    scale, stock_squares, squares = 2.0**12, 0.0, 0.0
+    for seed in range(4):
+        half, truth_model = (tiny_model("llama", dtype=dtype, seed=seed) for dtype in (torch.float16, torch.float32))
+        truth_model.load_state_dict(half.state_dict())
+        ids = tokens(1, 300, seed=seed)
+        batch = {"input_ids": ids, "labels": ids.clone()}
+        truth = run_step(truth_model, batch).gradients
 
-    stock_error = error(half)
-    streamgrad.enable(half, chunk_size=16, head_chunk_size=8)
-    assert error(half) <= 1.02 * stock_error
+        def error(model, batch=batch, truth=truth) -> float:
+            step = run_step(model, batch, forward=lambda model, batch: model(**batch).loss * scale)
+            unscaled = {name: gradient.float() / scale for name, gradient in step.gradients.items()}
+            return total_gradient_error(unscaled, truth)
+
+        stock_squares += error(half) ** 2
+        squares += error(streamgrad.enable(half, chunk_size=16, head_chunk_size=8)) ** 2
+    assert squares <= 1.02**2 * stock_squares
 
 
 def test_grad_scaler_object_skips_and_steps_as_stock():
     updated = []
     for streamed in (False, True):
-        model = tiny_model("llama", dtype=torch.float32)
+        model = tiny_model("llama")
         batch = batches.plain(model)
         if streamed:
             streamgrad.enable(model, **OPTIONS)
         optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
         for _ in range(3):
             optimizer.zero_grad()
-            scaler.scale(model(**batch).loss).backward()
+            with no_float32():
+                scaler.scale(model(**batch).loss).backward()
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             scaler.step(optimizer)
             scaler.update()
         updated.append({name: parameter.detach() for name, parameter in model.named_parameters()})
     worst, name = worst_gradient_error(updated[1], updated[0])
-    assert worst < 1e-5, name
+    assert worst < 1e-10, name
 
 
 # --- loops -------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,8 @@ from trainers import completions, first_step, lora, pairs, prompts, reward, sett
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 STREAM = StreamConfig(chunk_size=7, head_chunk_size=5)
+# Of float32 losses and gradients that differ by rounding alone, seen up to 1e-6; a label more or fewer moves them by 1e-2.
+ROUNDING = 1e-4
 
 
 def model(family: str = "qwen3", **changes):
@@ -114,14 +116,14 @@ def test_prompts_longer_than_the_limit(tmp_path, limit):
         for kind in (StreamSFTTrainer, SFTTrainer)
     )
     assert 0 < len(ours.train_dataset) == len(theirs.train_dataset) < 8
-    assert first_step(ours)[0].loss.item() == pytest.approx(first_step(theirs)[0].loss.item(), rel=1e-6)
+    assert first_step(ours)[0].loss.item() == pytest.approx(first_step(theirs)[0].loss.item(), rel=ROUNDING)
 
 
 def test_an_empty_completion(tmp_path):
     """The end token is all there is to learn."""
     dataset = Dataset.from_dict({"prompt": ["t4 t5 t6", "t7 t8"], "completion": ["", " t9"]})
     ours, theirs = (first_step(sft(tmp_path, kind=kind, dataset=dataset))[0] for kind in (StreamSFTTrainer, SFTTrainer))
-    assert ours.loss.item() == pytest.approx(theirs.loss.item(), rel=1e-6)
+    assert ours.loss.item() == pytest.approx(theirs.loss.item(), rel=ROUNDING)
     assert ours.loss.isfinite()
 
 
@@ -129,10 +131,11 @@ def test_a_pair_of_equal_sides(tmp_path):
     """Nothing to prefer: log 2, no margin, and no gradient but rounding."""
     same = Dataset.from_dict({"prompt": ["t4 t5 t6"] * 2, "chosen": ["t7 t8"] * 2, "rejected": ["t7 t8"] * 2})
     step, metrics = first_step(dpo(tmp_path, dataset=same))
-    assert step.loss.item() == pytest.approx(math.log(2), rel=1e-6)
-    assert metrics["rewards/margins"] == pytest.approx(0, abs=1e-6)
-    assert max(gradient.abs().max() for gradient in step.gradients.values()) < 1e-5
-    assert first_step(dpo(tmp_path, dataset=same, kind=DPOTrainer))[0].loss.item() == pytest.approx(step.loss.item())
+    assert step.loss.item() == pytest.approx(math.log(2), rel=ROUNDING)
+    assert metrics["rewards/margins"] == pytest.approx(0, abs=ROUNDING)
+    assert max(gradient.abs().max() for gradient in step.gradients.values()) < ROUNDING
+    stock, _ = first_step(dpo(tmp_path, dataset=same, kind=DPOTrainer))
+    assert stock.loss.item() == pytest.approx(step.loss.item(), rel=ROUNDING)
 
 
 def test_backward_hooks_on_the_head_are_refused(tmp_path):

@@ -131,7 +131,7 @@ def test_scores_under_zero_3():
             {name: side[name] - start[name] for name in start} for side in (parameters, dict(model.named_parameters()))
         )
         worst, name = worst_gradient_error(moved, {name: value.detach() for name, value in expected.items()})
-        assert worst < 1e-4, name  # differences of parameters, in float32
+        assert worst < 1e-4, name  # differences of parameters, in float32: 2.9e-6 was seen
 
 
 def test_under_zero_3_layers_become_leaves(monkeypatch):

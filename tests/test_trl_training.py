@@ -233,20 +233,22 @@ def test_a_users_own_functions_get_logits(tmp_path, saved):
 
     functions = {"compute_loss_func": loss_of, "compute_metrics": metrics}
     options = {"eval_strategy": "steps", "eval_steps": 3, "extra": functions}
-    ours, theirs = (history(build("sft", tmp_path, load(saved), streamed=streamed, **options)) for streamed in (True, False))
-    assert ours[-1]["eval_top"] == pytest.approx(theirs[-1]["eval_top"], rel=1e-5) and len(seen) == 2
+    with no_float32(), trl_on_full_logits():
+        ours, theirs = (history(build("sft", tmp_path, load(saved), streamed=streamed, **options)) for streamed in (True, False))
+    assert "eval_top" in ours[-1] and len(seen) == 2
     for mine, stock in zip(ours, theirs, strict=True):
-        assert mine == pytest.approx(stock, rel=1e-5)
+        assert mine == pytest.approx(stock, rel=1e-7)
 
 
 def test_predict(tmp_path, saved):
-    ours, theirs = (
-        (trainer := build("sft", tmp_path, load(saved), streamed=streamed)).predict(trainer.train_dataset)
-        for streamed in (True, False)
-    )
+    with no_float32(), trl_on_full_logits():
+        ours, theirs = (
+            (trainer := build("sft", tmp_path, load(saved), streamed=streamed)).predict(trainer.train_dataset)
+            for streamed in (True, False)
+        )
     assert ours.predictions.shape[-1] == 61
     torch.testing.assert_close(torch.tensor(ours.predictions), torch.tensor(theirs.predictions))
-    assert ours.metrics["test_loss"] == pytest.approx(theirs.metrics["test_loss"], rel=1e-6)
+    assert ours.metrics["test_loss"] == pytest.approx(theirs.metrics["test_loss"], rel=1e-9)
 
 
 @pytest.mark.parametrize("name", KINDS)

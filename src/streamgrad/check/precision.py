@@ -27,8 +27,10 @@ from streamgrad.models.support import decoder_layers
 
 GROUPS = ("lm_head", "embeddings", "attention", "mlp", "norms")
 KINDS = ("base16", "stream16", "stream32")
-# Of stream32, in every group; and of stream16 over base16.
-LARGEST_ERROR, LARGEST_RATIO = 1e-5, 1.02
+# Of stream32, in every group: rounding was seen to give 1.2e-6 at most, a sum of keys that is off by a thousandth 4e-4 and more.
+LARGEST_ERROR = 5e-5
+# Of stream16 over base16.
+LARGEST_RATIO = 1.02
 MODELS = 8  # the pooled ratio then varies by 1% at most
 LENGTH, CHUNK = 384, 64
 

@@ -23,8 +23,8 @@ import streamgrad
 from streamgrad.cli import CheckFailed
 from streamgrad.core.live import peak_bytes_of
 
-# Rounding alone gives errors of about 1e-6 in fp32; a wrong gradient is off by far more than this.
-LARGEST_ERROR = 1e-5
+# Rounding alone gives errors of 1e-6 to 1e-5 in fp32, by the processor; a wrong gradient is off by 1e-3 or more.
+LARGEST_ERROR = 1e-4
 
 ORDINARY, CHECKPOINTING, STREAMED = "ordinary backprop", "gradient checkpointing", "streamgrad"
 
