@@ -21,7 +21,7 @@ test-all: $(VENV)/.installed
 
 # Breaks the engine on purpose and shows which proofs notice.
 mutants: $(VENV)/.installed
-	$(ONE_THREAD) $(BIN)/python tests/mutants.py
+	$(ONE_THREAD) $(BIN)/python tests/project/mutants.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """Write docs/compatibility.md from the test matrix: `python docs/generate_compatibility.py`.
 
-Which families are streamed and which are refused is what tests/test_all_families.py holds the library to. The reasons are the
+Which families are streamed and which are refused is what tests/hf/test_all_families.py holds the library to. The reasons are the
 library's own: each refused family is built small and enabled here, and its error is read.
 """
 
@@ -15,10 +15,10 @@ import transformers
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/compatibility.md"
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
+import families as matrix  # noqa: E402
 import streamgrad  # noqa: E402
-import test_all_families as matrix  # noqa: E402
 from gradients import run_step  # noqa: E402
 from tiny import FAMILIES  # noqa: E402
 
@@ -42,12 +42,12 @@ whether your model is exact on your machine, run `python -m streamgrad check MOD
 ## Streamed, with every kind of batch
 
 {len(FAMILIES)} families, each with padded, packed and masked batches, full training and LoRA, at several chunk sizes
-([tests/test_exact_gradients.py](../tests/test_exact_gradients.py)): {names(FAMILIES)}.
+([tests/engine/test_exact_gradients.py](../tests/engine/test_exact_gradients.py)): {names(FAMILIES)}.
 
 ## Streamed
 
 {len(matrix.STREAMED)} families, those above among them, each with a plain and a padded batch: loss and gradients equal plain
-backpropagation's in float64 ([tests/test_all_families.py](../tests/test_all_families.py)): {names(matrix.STREAMED)}.
+backpropagation's in float64 ([tests/hf/test_all_families.py](../tests/hf/test_all_families.py)): {names(matrix.STREAMED)}.
 
 Composite models (text with images or sound) were given text alone.
 
@@ -85,7 +85,7 @@ def refusal(family: str) -> str:
             if not found:
                 raise
         else:
-            raise AssertionError(f"{family} is streamed, but tests/test_all_families.py has it among the refused")
+            raise AssertionError(f"{family} is streamed, but tests/hf/test_all_families.py has it among the refused")
     reason = re.sub(r"\.( Call streamgrad.disable.*)?$", "", reason)
     return re.sub(r"^\w+, which get_decoder\(\) returns,", "what `get_decoder()` returns", reason)
 

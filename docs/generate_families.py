@@ -1,4 +1,4 @@
-"""Write src/streamgrad/models/families.json, the formulas of `models.families`: `python docs/generate_families.py [FAMILY ...]`.
+"""Write src/streamgrad/models/families.json, the formulas of `hf.families`: `python docs/generate_families.py [FAMILY ...]`.
 
 A layer's code does the same whatever its sizes are. So a run of it is a fixed list of moments, and the bytes alive at a moment
 are always the same sum of products of the sizes; runs of a few random sizes tell its factors, which are whole numbers. The
@@ -19,15 +19,15 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from streamgrad.core import probe
-from streamgrad.core.live import LiveBytes
-from streamgrad.models import families
-from streamgrad.models.dry_run import meta_model, model_shape
-from streamgrad.models.families import SIZES, WITHOUT_A_PART
-from streamgrad.models.names import packaged
-from streamgrad.models.presets import with_layers
-from streamgrad.models.shape import ModelShape
-from streamgrad.models.support import decoder_layers
+from streamgrad.hf import families
+from streamgrad.hf.configs import with_layers
+from streamgrad.hf.discover import decoder_layers
+from streamgrad.hf.dry_run import meta_model, model_shape
+from streamgrad.hf.families import SIZES, WITHOUT_A_PART
+from streamgrad.hf.presets import packaged
+from streamgrad.memory import measure as probe
+from streamgrad.memory.live_bytes import LiveBytes
+from streamgrad.memory.model_shape import ModelShape
 
 FILE = Path(families.__file__).parent / "families.json"
 DENSE = tuple(key for key, letter in SIZES.items() if letter not in "MXA")
@@ -47,7 +47,7 @@ Sums = list[dict[str, int]]
 
 @dataclass
 class Run:
-    """One dry run: sizes, what was measured, the live bytes at each moment of a trial (as `core.probe` counts them, a token), and
+    """One dry run: sizes, what was measured, the live bytes at each moment of a trial (as `memory.measure` counts them, a token), and
     the sizes of the layer's trainable parameters."""
 
     sizes: dict[str, int]

@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType
 from transformers import AutoModelForCausalLM
 
 import streamgrad
-from streamgrad.distributed import make_zero3_leaves
+from streamgrad.parallel import make_zero3_leaves
 
 GLOBAL_BATCH = 4
 

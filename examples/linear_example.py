@@ -12,7 +12,7 @@ Run it:  python examples/linear_example.py
 import torch
 
 from streamgrad.bench.linear import streamed_linear_gradients
-from streamgrad.core.live import LiveBytes
+from streamgrad.memory.live_bytes import LiveBytes
 
 ROWS, WIDTH = 4096, 64
 

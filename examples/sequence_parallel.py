@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
 import streamgrad
-from streamgrad.distributed import sequence_loss, sequence_parallel
+from streamgrad.parallel import sequence_loss, sequence_parallel
 
 
 def main() -> None:

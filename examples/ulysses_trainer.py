@@ -14,7 +14,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
 import streamgrad
-from streamgrad.distributed import make_zero3_leaves
+from streamgrad.parallel import make_zero3_leaves
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from streamgrad.config import StreamConfig
     from streamgrad.head.cross_entropy import linear_cross_entropy
     from streamgrad.head.logprobs import token_logprobs
-    from streamgrad.plan.estimate import estimate
+    from streamgrad.hf.estimate import estimate
 
 __version__ = "0.1.0"
 
@@ -19,14 +19,14 @@ _HOMES = {
     "StreamConfig": "config",
     "disable": "api",
     "enable": "api",
-    "estimate": "plan.estimate",
+    "estimate": "hf.estimate",
     "is_enabled": "api",
     "linear_cross_entropy": "head.cross_entropy",
     "token_logprobs": "head.logprobs",
 }
 
 
-_PACKAGES = ("distributed", "objectives", "trl")
+_PACKAGES = ("objectives", "parallel", "trl")
 
 
 def __getattr__(name: str) -> Any:

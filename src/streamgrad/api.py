@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from streamgrad.config import StreamConfig
-from streamgrad.models.causal_lm import HeadStream, causal_lm_forward, traced_logit_map
-from streamgrad.models.decoder import DecoderStream, decoder_forward
-from streamgrad.models.forwards import InstalledForward
-from streamgrad.models.support import find_decoder, unwrap
+from streamgrad.hf.causal_lm import HeadStream, causal_lm_forward, traced_logit_map
+from streamgrad.hf.decoder import DecoderStream, decoder_forward
+from streamgrad.hf.discover import find_decoder, unwrap
+from streamgrad.hf.patching import InstalledForward
 
 ModelT = TypeVar("ModelT")
 

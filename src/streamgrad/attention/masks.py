@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from streamgrad.attention.cells import Cell, Cells
+from streamgrad.attention.varlen import Cell, Cells
 
 # An additive mask of -1e4 or less is zero after softmax in every floating dtype.
 HIDDEN_BIAS = -1e4

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from streamgrad.attention.backends import Block, choose, run_or_replace
 from streamgrad.attention.masks import CausalMask, DenseMask
-from streamgrad.core.chunk import Attended, Chunk, KeyGradient, KeyValueStream, with_dense_rows
-from streamgrad.core.functions import first_order_only
-from streamgrad.core.moments import KEYS_AT_ONCE
-from streamgrad.core.sums import as_sum
+from streamgrad.engine.kv_chunk import Attended, Chunk, KeyGradient, KeyValueStream, with_dense_rows
+from streamgrad.memory.costs import KEYS_AT_ONCE
+from streamgrad.ops.accumulate import as_sum
+from streamgrad.ops.autograd import first_order_only
 
 
 def streamed_attention(
@@ -72,7 +72,7 @@ def _widened(tensor_BHLD: Tensor, size: int) -> Tensor:
 class _StreamedAttention(torch.autograd.Function):
     """Keys and values are read from the stream; the chunk's own are inputs so that their gradient flows on.
 
-    Inputs, output and their gradients belong to this process's tokens, and everything in between to its heads (`core.exchange`).
+    Inputs, output and their gradients belong to this process's tokens, and everything in between to its heads (`engine.ulysses`).
     """
 
     @staticmethod

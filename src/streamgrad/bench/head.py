@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import streamgrad
 from streamgrad.bench.records import device_name, median_ms, versions
-from streamgrad.core.live import peak_bytes_of
+from streamgrad.memory.live_bytes import peak_bytes_of
 
 GEMMS = "bare GEMMs"
 

@@ -21,8 +21,8 @@ from streamgrad.bench.paper import read_paper
 from streamgrad.bench.records import EVERYTHING, Session
 from streamgrad.bench.step import StepRecord, measure_steps
 from streamgrad.config import StreamConfig
-from streamgrad.models.presets import preset_config
-from streamgrad.models.support import decoder_layers
+from streamgrad.hf.configs import preset_config
+from streamgrad.hf.discover import decoder_layers
 
 # The 80 and 24 GB of two cards, as a program can use them.
 CARDS = {"80GiB": "79GiB", "24GiB": "23.5GiB"}

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from streamgrad.bench.records import device_name, median_ms, versions
-from streamgrad.core.live import peak_bytes_of
-from streamgrad.core.sums import accumulator_dtype, add_product_, zeros_for_sum
+from streamgrad.memory.live_bytes import peak_bytes_of
+from streamgrad.ops.accumulate import accumulator_dtype, add_product_, zeros_for_sum
 
 PARTITIONS = (1, 20, 50, 100, 200, 500)
 PAPER_ROWS, PAPER_WIDTH, PAPER_DTYPE = 1_000_000, 16_384, "bfloat16"

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from streamgrad.head.scores import token_scores
-from streamgrad.models.forwards import InstalledForward
-from streamgrad.models.planning import head_known_to_decoder
+from streamgrad.head.token_scores import token_scores
+from streamgrad.hf.patching import InstalledForward
+from streamgrad.hf.step_plan import head_known_to_decoder
 from streamgrad.objectives import dpo_loss, grpo_loss
 
 # TRL's default weights of the reference, but for GRPO's, which is 0 there and leaves the reference out.

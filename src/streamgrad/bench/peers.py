@@ -24,8 +24,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from streamgrad.attention.backends import flash_implementation
-from streamgrad.distributed.zero3 import make_zero3_leaves
-from streamgrad.models.support import decoder_layers
+from streamgrad.hf.discover import decoder_layers
+from streamgrad.parallel.zero3 import make_zero3_leaves
 
 MLP_PIECE_TOKENS = 4096
 HEAD_PIECES = 16

@@ -15,7 +15,7 @@ from streamgrad.bench.lengths import capped
 from streamgrad.bench.records import EVERYTHING, Session
 from streamgrad.bench.step import StepRecord, measure_steps
 from streamgrad.config import StreamConfig, parse_bytes
-from streamgrad.plan.estimate import estimate
+from streamgrad.hf.estimate import estimate
 
 # Of the prediction. What is between may be as wide as 10 per cent; the closer, the more a prediction may change and still hold.
 BELOW, ABOVE = 0.98, 1.03

@@ -22,7 +22,7 @@ from streamgrad.bench.selection import (
     token_bytes,
 )
 from streamgrad.bench.words import STEP_METHODS, fault_note, gb, markdown_table, ms, not_run, or_dash, origin, picture
-from streamgrad.models.presets import preset_config
+from streamgrad.hf.configs import preset_config
 
 _LENGTH_COLUMNS = ["inputs kept", "layers built", "peak", "of it ballast", "cap"]
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from streamgrad.bench.lengths import slope_bytes
 from streamgrad.bench.records import rows_in
 from streamgrad.config import parse_bytes
-from streamgrad.models.presets import preset_config
+from streamgrad.hf.configs import preset_config
 
 Record = dict[str, Any]
 Records = dict[str, list[Record]]  # by the name of their file

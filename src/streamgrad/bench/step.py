@@ -34,11 +34,11 @@ from streamgrad.bench.peers import (
 )
 from streamgrad.bench.records import EVERYTHING, Session, device_name, median_ms, rows_in, versions
 from streamgrad.config import StreamConfig
-from streamgrad.core.live import peak_bytes_of
-from streamgrad.core.machine import allocator_settings
-from streamgrad.core.moments import KEYS_AT_ONCE
-from streamgrad.models.forwards import InstalledForward
-from streamgrad.models.presets import preset_config, preset_model
+from streamgrad.hf.configs import preset_config, preset_model
+from streamgrad.hf.patching import InstalledForward
+from streamgrad.memory.costs import KEYS_AT_ONCE
+from streamgrad.memory.device import allocator_settings
+from streamgrad.memory.live_bytes import peak_bytes_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -381,9 +381,9 @@ def bench_precision(
     """
     from streamgrad.bench.precision import precision_record
     from streamgrad.bench.records import append_records
-    from streamgrad.check.precision import check_precision
     from streamgrad.cli.device import chosen_device
-    from streamgrad.models.presets import config_of
+    from streamgrad.hf.configs import config_of
+    from streamgrad.precision import check_precision
 
     target = chosen_device(device, one_thread=False)
     console = Console()

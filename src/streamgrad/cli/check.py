@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from streamgrad.cli import CheckFailed
-from streamgrad.models.names import check_found
+from streamgrad.hf.presets import check_found
 
 if TYPE_CHECKING:
-    from streamgrad.check.precision import Outcome
+    from streamgrad.precision import Outcome
 
 
 def check(
@@ -35,9 +35,9 @@ def check(
     """
     check_found(model)
     # Here, so that `--help` and a wrong name need not wait for them.
-    from streamgrad.check.precision import LARGEST_ERROR, LARGEST_RATIO, check_precision
     from streamgrad.cli.device import chosen_device
-    from streamgrad.models.presets import config_of
+    from streamgrad.hf.configs import config_of
+    from streamgrad.precision import LARGEST_ERROR, LARGEST_RATIO, check_precision
 
     config, target = config_of(model), chosen_device(device)
     with Console(stderr=True).status("Differentiating small copies of the model ..."):
@@ -59,7 +59,7 @@ def check(
 
 def check_table(model: str, outcome: Outcome) -> Table:
     """A row per group of modules: absolute and relative errors against plain backpropagation in fp32."""
-    from streamgrad.check.precision import KINDS
+    from streamgrad.precision import KINDS
 
     title = (
         f"{model}: gradients of {outcome.model_class}, {outcome.layers} layers, {outcome.tokens} tokens in chunks of "

@@ -26,6 +26,6 @@ def demo(
     """
     console = Console()
     with console.status("Loading torch and transformers ..."):
-        from streamgrad.cli.demonstration import FULL, QUICK, run
+        from streamgrad.cli.demo_run import FULL, QUICK, run
 
     run(QUICK if quick else FULL, out=out, memory_image=memory_image, console=console)

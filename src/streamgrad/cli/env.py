@@ -21,7 +21,7 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="The same as one JS
 
     `python -m streamgrad env --json`
     """
-    from streamgrad.cli.environment import environment, print_environment
+    from streamgrad.cli.env_report import environment, print_environment
 
     found = environment()
     if as_json:

@@ -10,12 +10,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from streamgrad.cli.plan_picture import draw
 from streamgrad.config import KEEP_POLICIES, OFFLOAD_PLACES
-from streamgrad.core.moments import COMPONENTS
-from streamgrad.distributed.memory import ENGINES
-from streamgrad.plan import estimate as estimates
-from streamgrad.plan.picture import draw
-from streamgrad.plan.seconds import Rates
+from streamgrad.hf import estimate as estimates
+from streamgrad.memory.costs import COMPONENTS
+from streamgrad.memory.engines import ENGINES
+from streamgrad.memory.seconds import Rates
 
 
 def _one_of(choices: tuple[str, ...], text: str) -> Any:

@@ -42,9 +42,9 @@ def profile(
 
     # Here, so that `--help` need not wait for them.
     from streamgrad.cli.device import chosen_device
-    from streamgrad.cli.profiled import STREAMED, profiled_model, record_both
+    from streamgrad.cli.profile_run import STREAMED, profiled_model, record_both
     from streamgrad.profile.advice import advice
-    from streamgrad.profile.picture import draw, write_page
+    from streamgrad.profile.timeline_picture import draw, write_page
 
     target = chosen_device(device)
     subject = profiled_model(model, layers, target)

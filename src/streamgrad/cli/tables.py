@@ -7,7 +7,7 @@ from rich.table import Table
 from streamgrad.bench import head as head_bench
 from streamgrad.bench import linear
 from streamgrad.bench import step as step_bench
-from streamgrad.models.presets import preset_config
+from streamgrad.hf.configs import preset_config
 
 
 def head_table(records: list[head_bench.HeadRecord]) -> Table:

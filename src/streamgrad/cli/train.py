@@ -117,7 +117,7 @@ def save_embedded_model(path: Path) -> None:
 def embedded_dataset(objective: str) -> Any:
     from datasets import Dataset, DatasetDict
 
-    from streamgrad.cli.demonstration import TEXT
+    from streamgrad.cli.demo_run import TEXT
 
     words = TEXT.split()
     windows = [words[start : start + 30] for start in range(0, len(words) - 30, 3)]

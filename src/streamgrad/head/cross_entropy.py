@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamgrad.core.functions import first_order_only
-from streamgrad.core.replay import as_autocast
-from streamgrad.core.sums import accumulator_dtype, scaled
-from streamgrad.head.logits import HeadGradients, LinearHead, LogitMap
-from streamgrad.head.rows import TargetRows, flatten, refuse_two_dtypes
+from streamgrad.engine.replay import as_autocast
+from streamgrad.head.linear_head import HeadGradients, LinearHead, LogitMap
 from streamgrad.head.softmax import product_gradient, token_statistics
+from streamgrad.head.targets import TargetRows, flatten, refuse_two_dtypes
+from streamgrad.ops.accumulate import accumulator_dtype, scaled
+from streamgrad.ops.autograd import first_order_only
 
 
 def linear_cross_entropy(

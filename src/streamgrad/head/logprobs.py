@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from streamgrad.head.logits import LogitMap
-from streamgrad.head.rows import refuse_two_dtypes
-from streamgrad.head.scores import token_scores
+from streamgrad.head.linear_head import LogitMap
+from streamgrad.head.targets import refuse_two_dtypes
+from streamgrad.head.token_scores import token_scores
 
 
 def token_logprobs(

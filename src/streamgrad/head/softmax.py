@@ -12,9 +12,9 @@ from types import ModuleType
 
 from torch import Tensor
 
-from streamgrad.core.sums import accumulator_dtype
-from streamgrad.core.triton_kernels import kernels_for
-from streamgrad.head.logits import LogitMap
+from streamgrad.head.linear_head import LogitMap
+from streamgrad.ops.accumulate import accumulator_dtype
+from streamgrad.ops.triton_support import kernels_for
 
 
 def token_statistics(
@@ -66,4 +66,4 @@ def product_gradient(
 
 
 def _kernels_for(product_NV: Tensor) -> ModuleType | None:
-    return kernels_for(product_NV, "streamgrad.head.kernels")
+    return kernels_for(product_NV, "streamgrad.head.softmax_kernels")

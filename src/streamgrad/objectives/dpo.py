@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from streamgrad.objectives.checks import check_choice, check_shape
+from streamgrad.objectives.arguments import check_choice, check_shape
 
 
 @dataclass(frozen=True)

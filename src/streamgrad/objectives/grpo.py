@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from streamgrad.objectives.checks import check_choice, check_shape
+from streamgrad.objectives.arguments import check_choice, check_shape
 
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 LEVELS = ("token", "sequence")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from streamgrad.objectives.checks import check_choice, check_shape
+from streamgrad.objectives.arguments import check_choice, check_shape
 
 LOSSES = ("nll", "dft")
 

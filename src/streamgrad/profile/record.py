@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from streamgrad.core.live import LiveBytes
-from streamgrad.profile.categories import Sizes, category_of
+from streamgrad.memory.live_bytes import LiveBytes
+from streamgrad.profile.labels import Sizes, category_of
 from streamgrad.profile.timeline import Ledger, Timeline
 
 # Frames of torch that lie between an operation and the mode that watches it.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from streamgrad.profile.categories import Sizes, category_of
+from streamgrad.profile.labels import Sizes, category_of
 from streamgrad.profile.record import Recorder, standing_tensors
 from streamgrad.profile.timeline import Ledger, Timeline
 

@@ -33,8 +33,8 @@ from trl import (
 from trl.scripts.grpo import GRPOScriptArguments
 
 from streamgrad.config import ATTENTION_BACKENDS, COMPILE_MODES, KEEP_POLICIES, OFFLOAD_PLACES, StreamConfig, parse_tokens
-from streamgrad.models.names import check_stored, may_be_on_hub, preset_names
-from streamgrad.models.presets import check_causal, stored_config
+from streamgrad.hf.configs import check_causal, stored_config
+from streamgrad.hf.presets import check_stored, may_be_on_hub, preset_names
 from streamgrad.trl.trainers import StreamDPOTrainer, StreamGRPOTrainer, StreamSFTTrainer
 
 # By objective: the trainer, its arguments, and the arguments of TRL's script for it.

@@ -21,12 +21,12 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from streamgrad.api import enable, is_enabled
 from streamgrad.config import StreamConfig
-from streamgrad.distributed import make_zero3_leaves
-from streamgrad.head.logits import LogitMap
-from streamgrad.head.scores import token_scores
-from streamgrad.models.causal_lm import HeadStream, check_labels, refuse_backward_hooks
-from streamgrad.models.forwards import InstalledForward, named_arguments, temporary_attribute
-from streamgrad.models.planning import head_known_to_decoder
+from streamgrad.head.linear_head import LogitMap
+from streamgrad.head.token_scores import token_scores
+from streamgrad.hf.causal_lm import HeadStream, check_labels, refuse_backward_hooks
+from streamgrad.hf.patching import InstalledForward, named_arguments, temporary_attribute
+from streamgrad.hf.step_plan import head_known_to_decoder
+from streamgrad.parallel import make_zero3_leaves
 
 _IGNORED = -100
 

@@ -13,9 +13,9 @@ from typing import Any
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 
 from streamgrad.config import StreamConfig
-from streamgrad.models.support import unwrap
+from streamgrad.hf.discover import unwrap
 from streamgrad.trl.scoring import streamed_head_in
-from streamgrad.trl.ulysses import prepare_shared_sequences
+from streamgrad.trl.shared_sequences import prepare_shared_sequences
 
 
 class _Streamed:

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from streamgrad.attention.backends.base import Backend, Block
+from streamgrad.attention.backends.block import Backend, Block
 from streamgrad.attention.backends.cudnn import CudnnBackend
+from streamgrad.attention.backends.cudnn_plans import PRICES
 from streamgrad.attention.backends.eager import EagerBackend
 from streamgrad.attention.backends.flash import FlashBackend, flash_implementation
-from streamgrad.attention.backends.plans import PRICES
 from streamgrad.attention.backends.sdpa import SdpaBackend
-from streamgrad.core.chunk import Attended
+from streamgrad.engine.kv_chunk import Attended
 
 __all__ = ["Backend", "Block", "backends_named", "choose", "flash_implementation", "preferred", "run_or_replace"]
 

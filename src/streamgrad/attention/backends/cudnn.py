@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from streamgrad.attention.backends.base import Block, merge, split_causal
+from streamgrad.attention.backends.block import Block, merge, split_causal
 from streamgrad.attention.backends.flash import needs_16_bit_cuda
-from streamgrad.core.chunk import Attended, KeyGradient
+from streamgrad.engine.kv_chunk import Attended, KeyGradient
 
 aten = torch.ops.aten
 

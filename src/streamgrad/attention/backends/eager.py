@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from streamgrad.attention.backends.base import Block, additive, visible_mask
-from streamgrad.core.chunk import Attended, KeyGradient
-from streamgrad.core.sums import accumulator_dtype, zeros_for_sum
+from streamgrad.attention.backends.block import Block, additive, visible_mask
+from streamgrad.engine.kv_chunk import Attended, KeyGradient
+from streamgrad.ops.accumulate import accumulator_dtype, zeros_for_sum
 
 
 class EagerBackend:

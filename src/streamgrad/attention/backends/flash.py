@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from streamgrad.attention.backends.base import Block
-from streamgrad.attention.cells import Ragged
-from streamgrad.core.chunk import Attended, KeyGradient
+from streamgrad.attention.backends.block import Block
+from streamgrad.attention.varlen import Ragged
+from streamgrad.engine.kv_chunk import Attended, KeyGradient
 
 aten = torch.ops.aten
 

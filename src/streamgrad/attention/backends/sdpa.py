@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from streamgrad.attention.backends.base import Block, additive, merge, split_causal, visible_mask
-from streamgrad.core.chunk import Attended, KeyGradient
+from streamgrad.attention.backends.block import Block, additive, merge, split_causal, visible_mask
+from streamgrad.engine.kv_chunk import Attended, KeyGradient
 
 aten = torch.ops.aten
 

@@ -1,0 +1,125 @@
+"""What a streamed attention kernel must offer: a block of attention forward with its log-sum-exp, and backward from it.
+
+    scores = query @ key^T * scale (softcapped, masked);   lse = logsumexp(scores);   out = exp(scores - lse) @ value
+
+`backward` may be given the `out` and `lse` of a LARGER softmax that the block is a part of: the block's probabilities are
+exp(scores - lse) either way, and delta = rowsum(dout * out) belongs to the whole row. So a softmax may have a part outside of the
+block (a sink), and a kernel may compute a block in pieces and merge them, as ring attention does.
+
+Shapes: B batch, H query heads, G key/value heads (H a multiple of G), L queries, S keys, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from streamgrad.attention.varlen import Cell, Cells
+from streamgrad.engine.kv_chunk import Attended, KeyGradient
+from streamgrad.ops.triton_support import kernels_for
+
+
+@dataclass(frozen=True)
+class Block:
+    """How the scores of one block are made. Which keys a query sees is said by `causal` (and `window`), or `cells`, or `mask`.
+
+    Args:
+        scale: factor on query @ key^T.
+        causal: the queries are the last L of the S tokens: query i sees keys 0 .. S - L + i. (Not what torch's `is_causal`
+            means when L != S: that one hides all keys after i.)
+        window: where the block, or a cell, is causal, a query sees only the last `window` of these keys.
+        cells: which queries of which row see which keys; a query outside of every cell sees none.
+        mask: (B or 1, H or 1, L, S), boolean (True: visible) or additive; None: everything is visible.
+        softcap: scores become softcap * tanh(scores / softcap).
+        dropout: probability with which a weight is dropped after softmax.
+    """
+
+    scale: float
+    causal: bool = False
+    window: int | None = None
+    cells: Cells | None = None
+    mask: Tensor | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        assert sum((self.causal, self.cells is not None, self.mask is not None)) <= 1
+        assert self.window is None or self.causal or self.cells is not None
+
+    @property
+    def kind(self) -> str:
+        """In a word or two, for logs: "causal", "cells with a window", "mask and softcap", ..."""
+        name = "causal" if self.causal else "dense"
+        name = "cells" if self.cells is not None else "mask" if self.mask is not None else name
+        name += "" if self.window is None else " with a window"
+        return name + ("" if self.softcap is None else " and softcap") + (" and dropout" if self.dropout > 0.0 else "")
+
+    def of_cell(self, cell: Cell) -> Block:
+        """The block that one of the cells is by itself."""
+        return replace(self, cells=None, causal=cell.causal, window=self.window if cell.causal else None)
+
+
+class Backend(Protocol):
+    name: str
+
+    def refusal(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> str | None:
+        """Why this kernel cannot compute the block, or None if it can."""
+        ...
+
+    def forward(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Attended:
+        """The block's output and log-sum-exp."""
+        ...
+
+    def backward(
+        self, dout_BHLD: Tensor, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, done: Attended, block: Block
+    ) -> tuple[Tensor, list[KeyGradient]]:
+        """`dquery_BHLD`, and the gradients of keys and values in one or more pieces that are to be added up."""
+        ...
+
+
+def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The mask as a bias of `dtype`: 0 where visible and -inf where not, or the user's own values."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+    return mask.to(dtype)
+
+
+def visible_mask(block: Block, rows: int, keys: int, device: torch.device) -> Tensor | None:
+    """What hides keys, as a mask, for kernels that have nothing else; None where every query sees every key."""
+    if block.cells is not None:
+        return block.cells.visible(keys, block.window, device)
+    if not block.causal:
+        return block.mask
+    seen_LS = torch.ones(rows, keys, dtype=torch.bool, device=device).tril_(diagonal=keys - rows)
+    if block.window is not None:
+        seen_LS.triu_(diagonal=keys - rows - block.window + 1)
+    return seen_LS[None, None]
+
+
+def split_causal(block: Block, rows: int, keys: int) -> list[tuple[int, int, bool]]:
+    """A block without a mask, cells or window as pieces of it for kernels that are causal only for as many queries as keys.
+
+    Keys `[first, last)` of each piece, and whether it is causal: the keys before the queries' own, and those.
+    """
+    if not block.causal or rows == keys:
+        return [(0, keys, block.causal)]
+    return [(0, keys - rows, False), (keys - rows, keys, True)]
+
+
+def merge(a: Attended, b: Attended) -> Attended:
+    """Attention over the union of two sets of keys from attention over each: weights exp(lse_i - lse).
+
+    Every row sees a key in at least one of them. `a` may be overwritten.
+    """
+    kernels = kernels_for(a.out_BHLD, "streamgrad.attention.merge_kernel") if a.out_BHLD.dtype.itemsize == 2 else None
+    if kernels is not None:
+        kernels.merge_(a.out_BHLD, a.lse_BHL, b.out_BHLD, b.lse_BHL)
+        return a
+    lse_BHL = torch.logaddexp(a.lse_BHL, b.lse_BHL)
+    share_a, share_b = ((part.lse_BHL - lse_BHL).exp().unsqueeze(-1) for part in (a, b))
+    return Attended((a.out_BHLD * share_a + b.out_BHLD * share_b).to(a.out_BHLD.dtype), lse_BHL)

@@ -1,1 +1,0 @@
-"""Proof on the user's own machine that gradients are exact."""

@@ -1,0 +1,62 @@
+"""The work of `streamgrad profile`: a step with gradient checkpointing and one streamed, of a preset or a tiny model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+import streamgrad
+from streamgrad.hf.configs import preset_model, preset_names
+from streamgrad.profile.snapshot import recorder_for
+from streamgrad.profile.timeline import Timeline
+
+CHECKPOINTING, STREAMED = "gradient checkpointing", "streamgrad"
+
+
+def profiled_model(name: str, layers: int | None, device: torch.device) -> PreTrainedModel:
+    """Tiny: widths whose proportions are a real model's, with a vocabulary several times as wide as the MLP."""
+    if name != "tiny":
+        if name not in preset_names():
+            raise ValueError(f"--model {name} is not a preset. Pass tiny or one of {', '.join(preset_names())}.")
+        return preset_model(name, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32, layers=layers)
+    if layers is not None:
+        raise ValueError("--layers is for presets; the tiny model has its 4. Leave it out, or pass --model with a preset.")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=1500, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=1 << 20, tie_word_embeddings=True, use_cache=False,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).train().to(device)
+
+
+def record_both(model: PreTrainedModel, tokens: int, device: torch.device, **options: Any) -> dict[str, Timeline]:
+    """The same step twice, on random tokens; `options` are those of `streamgrad.enable`. The model is left as it was found."""
+    ids = torch.randint(model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0)).to(device)
+    model.gradient_checkpointing_enable()
+    try:
+        checkpointing = record(model, ids)
+    finally:
+        model.gradient_checkpointing_disable()
+    streamgrad.enable(model, **options)
+    try:
+        return {CHECKPOINTING: checkpointing, STREAMED: record(model, ids)}
+    finally:
+        streamgrad.disable(model)
+
+
+def record(model: PreTrainedModel, ids: Tensor) -> Timeline:
+    """One forward and backward, with labels, that starts and ends without gradients."""
+    model.zero_grad(set_to_none=True)
+    if ids.is_cuda:  # what libraries set up at their first use is no part of a step
+        model(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad(set_to_none=True)
+    with recorder_for(model, ids.numel()) as recorder:
+        loss = model(input_ids=ids, labels=ids).loss
+        recorder.backward_begins()
+        loss.backward()
+    timeline = recorder.timeline()
+    model.zero_grad(set_to_none=True)
+    return timeline

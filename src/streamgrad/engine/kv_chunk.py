@@ -1,0 +1,202 @@
+"""One chunk `[start, stop)` of a sequence on its way through one decoder layer.
+
+The same `Chunk` object is handed to a Hugging Face layer twice: as its key/value cache, whose `update` the attention module
+calls for the chunk, and as its attention mask, which the attention module passes on untouched to the attention function, with
+the chunk's keys and values. So the two seams share state through the call itself and the engine needs no globals.
+
+Shapes: B batch, H query heads, G key/value heads, T sequence, L chunk, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from streamgrad.engine.ulysses import ALONE, Exchange
+from streamgrad.ops.accumulate import as_sum, zeros_for_sum
+
+
+def spans(length: int, chunk_size: int) -> list[tuple[int, int]]:
+    """`[(0, c), (c, 2c), ...]` up to `length`; the last one may be shorter."""
+    return [(start, min(start + chunk_size, length)) for start in range(0, length, chunk_size)]
+
+
+def with_dense_rows(tensor_BHLD: Tensor) -> Tensor:
+    """Kernels read a head's values as consecutive; called below scaled_dot_product_attention, they do not check it."""
+    return tensor_BHLD if tensor_BHLD.stride(-1) == 1 else tensor_BHLD.contiguous()
+
+
+class StopAtKeys(Exception):
+    """Raised by `Chunk.receive` to leave a layer's forward as soon as its keys and values are written."""
+
+
+# Keys [first, last), and a gradient of these keys and their values.
+KeyGradient = tuple[int, int, Tensor, Tensor]
+
+
+class KeyValueStream:
+    """Keys and values of the whole sequence for one layer, and the gradient that queries owe them.
+
+    The gradient is summed in fp32 for 16-bit keys: a position collects one term per later chunk.
+    """
+
+    def __init__(self, length: int, tensors: tuple[Tensor, Tensor] | None = None) -> None:
+        self.length = length
+        self._tensors = tensors
+        self._gradients: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Keys and values, (B, G, T, D) each."""
+        assert self._tensors is not None, "no chunk has written its keys yet"
+        return self._tensors
+
+    def write(self, start: int, stop: int, key_BGLD: Tensor, value_BGLD: Tensor) -> None:
+        if stop - start == self.length:
+            self._tensors = with_dense_rows(key_BGLD.detach()), with_dense_rows(value_BGLD.detach())
+            return
+        if self._tensors is None:
+            self._tensors = self._full_length(key_BGLD), self._full_length(value_BGLD)
+        for full, own in zip(self._tensors, (key_BGLD, value_BGLD), strict=True):
+            full[:, :, start:stop] = own.detach()
+
+    def read(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Views of keys and values `[first, last)`."""
+        key_BGTD, value_BGTD = self.tensors
+        return key_BGTD[:, :, first:last], value_BGTD[:, :, first:last]
+
+    def deposit(self, first: int, last: int, dkey_BGSD: Tensor, dvalue_BGSD: Tensor) -> None:
+        """Add what some queries owe to keys and values `[first, last)`; the tensors are the stream's from now on."""
+        terms = dkey_BGSD, dvalue_BGSD
+        if self._gradients is None and last - first == self.length:
+            self._gradients = terms  # the first term of every key is the sum so far
+            return
+        if self._gradients is None:
+            key, value = self.tensors
+            self._gradients = zeros_for_sum(key), zeros_for_sum(value)
+        self._gradients = as_sum(self._gradients[0]), as_sum(self._gradients[1])
+        for total, term in zip(self._gradients, terms, strict=True):
+            total[:, :, first:last] += term
+
+    def collect(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """The sums for `[start, stop)` in the dtype of keys and values; complete once no later chunk is left."""
+        assert self._gradients is not None, "nothing was deposited"
+        dkey, dvalue = (
+            total[:, :, start:stop].to(tensor.dtype) for total, tensor in zip(self._gradients, self.tensors, strict=True)
+        )
+        return dkey, dvalue
+
+    def _full_length(self, chunk_BGLD: Tensor) -> Tensor:
+        batch, heads, _, size = chunk_BGLD.shape
+        return chunk_BGLD.new_empty(batch, heads, self.length, size)
+
+
+@dataclass
+class Attended:
+    """What attention of one chunk made, and all that its backward needs beside queries, keys and values."""
+
+    out_BHLD: Tensor
+    lse_BHL: Tensor
+    dropped_BHLS: Tensor | None = None
+
+
+class LayerChunk:
+    """What chunks of all kinds of layers offer: beside hidden states, tensors may go in and out that gradients flow through."""
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """Leaves of the chunk's graph."""
+        return []
+
+    def outputs(self) -> list[tuple[Tensor, Tensor]]:
+        """Each with its gradient."""
+        return []
+
+    def settle(self) -> None:
+        """Backward has gone through the chunk."""
+
+    def release(self) -> None:
+        """Drop the tensors that tie a finished chunk to its graph."""
+
+
+@dataclass
+class Chunk(LayerChunk):
+    """Cache and mask of one layer call over `[start, stop)`; see the module's docstring.
+
+    The span counts tokens of this process, which is what the layer's arguments are cut to. `span` counts tokens of the sequence,
+    which is what keys and masks go by: where ranks share a sequence, their chunks are together one chunk of it.
+    """
+
+    start: int
+    stop: int
+    stream: KeyValueStream
+    mask: object
+    backends: list
+    keep_attention: bool = False
+    stop_at_keys: bool = False
+    write_keys: bool = True
+    kept: Attended | None = None
+    own: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    cached: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    attention_calls: int = 0
+    made_after_update: bool = False  # keys and values are not what was cached
+    exchange: Exchange = ALONE
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """The cache seam: hand what is to be cached straight back. It may not be keys and values yet (latent attention)."""
+        if self.cached is not None:
+            raise SeamError("its attention writes keys and values more than once a layer")
+        self._check_tokens(key_states)
+        self.cached = key_states, value_states
+        return key_states, value_states
+
+    def receive(self, key_BGLD: Tensor, value_BGLD: Tensor) -> None:
+        """The attention seam: the chunk's own keys and values, as attention is called with them, go into the stream."""
+        self._check_tokens(key_BGLD)
+        self.attention_calls += 1
+        self.own = key_BGLD, value_BGLD
+        if self.write_keys:
+            self.stream.write(*self.span, *(self.exchange.to_heads(states.detach()) for states in self.own))
+        if self.stop_at_keys:
+            raise StopAtKeys
+
+    def _check_tokens(self, key_BGLD: Tensor) -> None:
+        if key_BGLD.shape[-2] != self.stop - self.start:
+            raise SeamError(
+                f"its attention makes {key_BGLD.shape[-2]} keys for a chunk of {self.stop - self.start} tokens, "
+                "so keys do not belong to single tokens"
+            )
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return self.exchange.ranks * self.start, self.exchange.ranks * self.stop
+
+    @property
+    def is_whole(self) -> bool:
+        return self.span == (0, self.stream.length)
+
+    def check_finished(self) -> None:
+        """A layer that went around either seam has mixed tokens in a way the stream does not know."""
+        if self.cached is None:
+            raise SeamError("its layer never called past_key_values.update(key, value, layer_idx)")
+        if self.attention_calls != 1:
+            raise SeamError(f"its layer called the registered attention function {self.attention_calls} times instead of once")
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnknownSeamAttribute(f"its layers read {name!r} of their mask or cache, which a chunk of a sequence does not have")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise SeamError("its layers index their mask or cache themselves")
+
+    def release(self) -> None:
+        self.own = self.cached = None
+
+
+class SeamError(ValueError):
+    """A layer that cannot be streamed exactly; the message completes the sentence "X cannot be streamed: ..."."""
+
+
+class UnknownSeamAttribute(SeamError, AttributeError):
+    """Also an AttributeError, so that `hasattr` and `getattr` with a default work on a chunk."""

@@ -1,0 +1,259 @@
+"""The streamed decoder layer: StreamBP for one layer (paper, section "StreamBP for Transformer Layers").
+
+    out[:, a:b] = layer(h[:, a:b], keys and values of [0, b))          for each chunk [a, b) of the sequence
+
+Forward runs the chunks in order without a graph. Backward runs them in REVERSE order: each is re-run with a graph and
+differentiated at once. A chunk's queries owe gradient to earlier keys, which is summed in the stream; when the chunk that
+made those keys is reached, every later chunk has already deposited its share, so the share is added to the keys' own
+gradient and flows on into the projections in that one pass. No full-length graph ever exists.
+
+Known limits: a layer may mix tokens only through keys and values (anything else raises `SeamError` or is refused when the
+model is enabled), and only its hidden states and its own parameters receive gradients.
+
+Shapes: B batch, T sequence, L chunk, E model width.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streamgrad.engine.grad_accumulator import Shadows
+from streamgrad.engine.guards import Expectation, check_leaves, gradient_of_input
+from streamgrad.engine.host_offload import HostStore
+from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, SeamError, StopAtKeys, spans
+from streamgrad.engine.module_walk import modules_of, parameters_of, trainable_parameters
+from streamgrad.engine.replay import Autocast, RandomTape
+from streamgrad.engine.saved import Kept, KeptOnDevice, KeptOnHost, Reader
+from streamgrad.engine.ulysses import ALONE, Exchange
+from streamgrad.memory.costs import LayerPolicy
+from streamgrad.ops.autograd import first_order_only
+
+# Layers whose chunks `check_chunks` has found to be right.
+CHECKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+@dataclass
+class StreamedCall:
+    """One call of one layer.
+
+    `run(h_BLE, chunk)` must equal the layer on that chunk: its own forward with every per-token argument sliced to
+    `[chunk.start, chunk.stop)` and `chunk` in place of cache and mask.
+    """
+
+    layer: nn.Module
+    run: Callable[[Tensor, Any], Tensor]
+    mask: object
+    backends: list
+    chunk_size: int
+    policy: LayerPolicy
+    host_store: HostStore
+    exchange: Exchange = ALONE
+
+    def __call__(self, h_BTE: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and self.policy.keep == "all":
+            return self._with_ordinary_graph(h_BTE)
+        parameters = trainable_parameters(self.layer)
+        if not torch.is_grad_enabled() or not (h_BTE.requires_grad or parameters):
+            with torch.no_grad():
+                return _forward(self, h_BTE, self.random_tape(h_BTE), None, None)[0]
+        return _StreamedLayer.apply(self, h_BTE, *parameters)
+
+    def _with_ordinary_graph(self, h_BTE: Tensor) -> Tensor:
+        """The sequence as one chunk whose graph autograd keeps: nothing is run again."""
+        chunk = self.chunk((0, h_BTE.shape[1]), self.new_stream(h_BTE.shape[1]))
+        out_BTE = self.run(h_BTE, chunk)
+        chunk.check_finished()
+        chunk.release()
+        return out_BTE
+
+    def random_tape(self, h_BTE: Tensor) -> RandomTape:
+        """Of the input's device and the layer's: a model spread over devices moves the input inside the layer's forward."""
+        return RandomTape([h_BTE.device, *(parameter.device for parameter in parameters_of(self.layer))])
+
+    def spans(self, length: int) -> list[tuple[int, int]]:
+        return spans(length, self.chunk_size)
+
+    def spans_of_keys(self, length: int) -> list[tuple[int, int]]:
+        """Of the chunks that are run up to their keys, where those are not kept."""
+        return self.spans(length)
+
+    def kept(self, h_BTE: Tensor) -> Kept:
+        may_move = self.policy.on_host and h_BTE.device.type == "cuda"
+        if may_move and all(parameter.device == h_BTE.device for parameter in parameters_of(self.layer)):
+            first = len(self.spans_of_keys(h_BTE.shape[1]))
+            return KeptOnHost(h_BTE, self.spans(h_BTE.shape[1]), first, self.host_store)
+        return KeptOnDevice(h_BTE, self.spans(h_BTE.shape[1]))
+
+    def chunk(self, span: tuple[int, int], stream: KeyValueStream, **options: Any) -> Chunk:
+        return Chunk(*span, stream=stream, mask=self.mask, backends=self.backends, exchange=self.exchange, **options)
+
+    def new_stream(self, length: int, tensors: tuple[Tensor, Tensor] | None = None) -> KeyValueStream:
+        """For the whole sequence of which this process has `length` tokens."""
+        return KeyValueStream(self.exchange.ranks * length, tensors)
+
+    def check_chunks(self, chunk: Chunk, h_BTE: Tensor) -> None:
+        """Raise where the first chunk has shown code that may not be the same in chunks."""
+        if chunk.made_after_update:
+            _check_keys_of_single_tokens(self, h_BTE)
+
+
+class _StreamedLayer(torch.autograd.Function):
+    """`layer(h)`, with the layer's trainable parameters as inputs so that each receives one gradient, once."""
+
+    @staticmethod
+    def forward(ctx: Any, call: StreamedCall, h_BTE: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.call, ctx.parameters = call, parameters
+        ctx.autocast, ctx.tape = Autocast(h_BTE.device.type), call.random_tape(h_BTE)
+        ctx.expectation, ctx.kept = Expectation(call.layer, parameters), call.kept(h_BTE)
+        ctx.h_shape, ctx.h_dtype = h_BTE.shape, h_BTE.dtype
+        out_BTE, stream = _forward(call, h_BTE, ctx.tape, ctx.expectation, ctx.kept)
+        ctx.autocast.forget_casts()
+        ctx.kept.finish(ctx, stream.tensors)
+        return out_BTE
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, dout_BTE: Tensor) -> tuple[Tensor | None, ...]:
+        reader = ctx.kept.reader(ctx)  # which raises where backward has run before
+        call: StreamedCall = ctx.call
+        expectation: Expectation = ctx.expectation
+        expectation.check_unchanged()
+        chunks = list(enumerate(call.spans(ctx.h_shape[1])))
+        shadows = Shadows(ctx.parameters, summed=len(chunks) > 1)
+        dh_BTE: Tensor | None = None
+        with shadows.installed_in(call.layer):
+            with ctx.autocast.restored():
+                stream = _restore_stream(call, ctx.tape, reader, ctx.h_shape[1])
+            for index, (start, stop) in reversed(chunks):
+                h_BLE, attended = reader.chunk(index)
+                h_BLE.requires_grad_(ctx.needs_input_grad[1])
+                chunk = call.chunk((start, stop), stream, write_keys=False, kept=attended)
+                with torch.enable_grad(), ctx.autocast.restored(), ctx.tape.replaying(index):
+                    out_BLE = call.run(h_BLE, chunk)
+                chunk.release()
+                expectation.note_again(index, out_BLE)
+                if index == len(chunks) - 1:
+                    check_leaves(out_BLE, [h_BLE, *shadows.tensors, *chunk.inputs], call.layer)
+                # None where a layer's only trainable parameter is one it does not use.
+                outputs = [(out_BLE, dout_BTE[:, start:stop]), *chunk.outputs()]
+                outputs = [(output, gradient) for output, gradient in outputs if output.requires_grad]
+                if outputs:
+                    torch.autograd.backward([output for output, _ in outputs], [gradient for _, gradient in outputs])
+                chunk.settle()
+                if ctx.needs_input_grad[1]:
+                    if len(chunks) == 1:
+                        dh_BTE = gradient_of_input(h_BLE, call.layer)
+                    else:
+                        dh_BTE = h_BLE.new_empty(ctx.h_shape) if dh_BTE is None else dh_BTE
+                        dh_BTE[:, start:stop] = gradient_of_input(h_BLE, call.layer)
+                # Else they would be held, with their gradients, while the next chunk runs.
+                del h_BLE, attended, chunk, out_BLE, outputs
+        expectation.check_outcome_later(in_16_bits=ctx.autocast.enabled or ctx.h_dtype.itemsize == 2)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            # A program may hold on to its last loss, and with it to this node.
+            ctx.kept.release()
+            ctx.call = ctx.expectation = None
+        return None, dh_BTE, *shadows.take_gradients()
+
+
+def _forward(
+    call: StreamedCall, h_BTE: Tensor, tape: RandomTape, expectation: Expectation | None, kept: Kept | None
+) -> tuple[Tensor, KeyValueStream]:
+    """All chunks in order, without a graph; `expectation` and `kept` are told of each where there will be a backward pass."""
+    h_BTE = h_BTE.detach()  # or chunks would claim to need a gradient, and hooks on submodules would believe them
+    stream = call.new_stream(h_BTE.shape[1])
+    out_BTE: Tensor | None = None
+    buffers = list(call.layer.buffers())
+    versions = [buffer._version for buffer in buffers]
+    keep_attention = kept is not None and call.policy.keep == "attention"
+    for index, (start, stop) in enumerate(call.spans(h_BTE.shape[1])):
+        chunk = call.chunk((start, stop), stream, keep_attention=keep_attention)
+        with tape.recording(index):
+            out_BLE = call.run(h_BTE[:, start:stop], chunk)
+        chunk.check_finished()
+        if index == 0 and stop < h_BTE.shape[1]:
+            call.check_chunks(chunk, h_BTE)
+        replaced = index == 0 and not all(map(operator.is_, call.layer.buffers(), buffers))
+        if replaced or [buffer._version for buffer in buffers] != versions:
+            raise SeamError("its layers change a buffer in forward, which would happen once a chunk and again in backward")
+        if expectation is not None:
+            expectation.note(out_BLE)
+        if kept is not None:
+            kept.note(index, chunk.kept)
+        if stop - start == h_BTE.shape[1]:
+            return out_BLE, stream
+        if out_BTE is None:
+            # Not empty_like(h): under autocast a layer's output may have another dtype than its input.
+            out_BTE = out_BLE.new_empty(*h_BTE.shape[:2], *out_BLE.shape[2:])
+        out_BTE[:, start:stop] = out_BLE
+    assert out_BTE is not None
+    return out_BTE, stream
+
+
+def _restore_stream(call: StreamedCall, tape: RandomTape, reader: Reader, length: int) -> KeyValueStream:
+    """Keys and values of the whole sequence, as kept or by running every chunk up to its keys."""
+    if reader.has_attention:
+        return call.new_stream(length, reader.keys_and_values())
+    stream = call.new_stream(length)
+    for index, span in enumerate(call.spans_of_keys(length)):
+        h_BLE, _ = reader.chunk(index)
+        with torch.no_grad(), tape.replaying(index):
+            _write_keys(call, h_BLE, span, stream)
+    return stream
+
+
+def _write_keys(call: StreamedCall, h_BLE: Tensor, span: tuple[int, int], stream: KeyValueStream) -> None:
+    with contextlib.suppress(StopAtKeys):
+        call.run(h_BLE, call.chunk(span, stream, stop_at_keys=True))
+
+
+def _check_keys_of_single_tokens(call: StreamedCall, h_BTE: Tensor) -> None:
+    """Raise where a token's keys depend on the tokens that are in its chunk, or on its place there.
+
+    Code that makes keys of what a cache returned has all earlier tokens before it there, and may count on that (by rotating keys
+    by their index, say). It is asked once for each layer.
+    """
+    if call.layer in CHECKED or h_BTE.is_meta:
+        return
+    call = replace(call, exchange=ALONE)  # whether other ranks ask too is not known here
+    of_two, of_one = call.new_stream(2), call.new_stream(2)
+    with torch.no_grad(), in_eval_mode(call.layer):  # as draws of a dropout do depend on a chunk
+        _write_keys(call, h_BTE[:, :2], (0, 2), of_two)
+        _write_keys(call, h_BTE[:, 1:2], (1, 2), of_one)
+    for expected, actual in zip(of_two.read(1, 2), of_one.read(1, 2), strict=True):
+        if relative_difference(actual, expected) > largest_rounding(actual):  # not where they are NaN, as in the stock model
+            raise SeamError(
+                "its attention makes keys after past_key_values.update that depend on more than their own token and its position"
+            )
+    # Two tokens that are alike, as padding is, would not show it if one had a part in the keys of the other.
+    if not torch.equal(h_BTE[:, 0], h_BTE[:, 1]) and all(keys.isfinite().all() and keys.any() for keys in of_one.read(1, 2)):
+        CHECKED.add(call.layer)
+
+
+def relative_difference(actual: Tensor, expected: Tensor) -> float:
+    return ((actual - expected).norm() / expected.norm().clamp(min=1e-30)).item()
+
+
+def largest_rounding(tensor: Tensor) -> float:
+    """The relative difference that is taken for rounding: 8 bits in 16, and products may have 10 in 32."""
+    return 0.03 if tensor.dtype.itemsize == 2 or torch.is_autocast_enabled(tensor.device.type) else 0.003
+
+
+@contextlib.contextmanager
+def in_eval_mode(layer: nn.Module) -> Iterator[None]:
+    training = [module for module in modules_of(layer) if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,187 @@
+"""Layers whose memory of earlier tokens is a state of fixed size: linear attention, state spaces, short convolutions.
+
+    out[:, a:b], state_b = layer(h[:, a:b], state_a)          for each chunk [a, b) of the sequence
+
+Forward hands each chunk's state to the next. Backward needs the states before all chunks, which it makes again by running every
+chunk up to its states. Then it goes through the chunks in reverse order: the gradient that a chunk leaves for the state before it
+is the gradient of the state after the chunk before.
+
+A layer reads and writes its states through the cache it is given, as transformers' own `Cache` has them: convolution states,
+(B, C, K), the last K inputs of a convolution over tokens, and recurrent states of any shape.
+
+Known limits: nothing but a layer's input is kept for backward, so `keep="attention"` keeps no more than `"input"` here.
+
+Shapes: B batch, T sequence, E model width, C channels, K width of a convolution.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamgrad.engine.kv_chunk import Attended, LayerChunk, SeamError, StopAtKeys, UnknownSeamAttribute, spans
+from streamgrad.engine.layer import CHECKED, StreamedCall, in_eval_mode, largest_rounding, relative_difference
+
+# By kind, "conv" or "recurrent", and number: a layer may have several of each.
+States = dict[tuple[str, int], Tensor]
+
+
+class StateStream:
+    """The states before each chunk, by its first token, and the gradient of the state after the chunk at work."""
+
+    tensors = ()  # of keys and values, which there are none of
+
+    def __init__(self, names: set[tuple[str, int]]) -> None:
+        self.names = names  # of all states of the layer, once a chunk has run
+        self.before: dict[int, States] = {0: {}}
+        self.gradients: States = {}
+
+
+@dataclass
+class StateChunk(LayerChunk):
+    """Cache of one call of such a layer over `[start, stop)`: the methods that transformers' layers call of a `Cache`."""
+
+    start: int
+    stop: int
+    stream: StateStream
+    stop_at_keys: bool = False
+    write_keys: bool = True
+    given: States = field(init=False, repr=False)
+    read: set[tuple[str, int]] = field(default_factory=set, repr=False)
+    written: States = field(default_factory=dict, repr=False)
+
+    # Of attention, which there is none of.
+    kept: Attended | None = None
+    made_after_update = False
+
+    def __post_init__(self) -> None:
+        self.given = self.stream.before[self.start]
+        if not self.write_keys:  # in backward
+            self.given = {name: state.detach().requires_grad_() for name, state in self.given.items()}
+
+    # --- the cache seam --------------------------------------------------------------------------------------------------
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._read("conv", state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self._read("recurrent", state_idx)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return self.start > 0
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Or layers would take a single token for a step of decoding, which overwrites states."""
+        return True
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
+    ) -> Tensor:
+        """The inputs of a convolution, with those before the chunk in front of them."""
+        if conv_kernel_size is None:
+            raise SeamError("its layers do not say how many earlier tokens a convolution sees")
+        before = self._read("conv", state_idx)
+        if before is None:
+            before = conv_states.new_zeros(*conv_states.shape[:-1], conv_kernel_size)
+        whole = torch.cat([before, conv_states], dim=-1)
+        self._write("conv", state_idx, whole[..., -conv_kernel_size:])
+        return whole
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
+        self._write("recurrent", state_idx, recurrent_states)
+        return recurrent_states
+
+    def _read(self, kind: str, number: int) -> Tensor | None:
+        self.read.add((kind, number))
+        return self.given.get((kind, number))
+
+    def _write(self, kind: str, number: int, state: Tensor) -> None:
+        if (kind, number) in self.written:
+            raise SeamError("its layers write a state more than once")
+        self.written[kind, number] = state
+        if self.stop_at_keys and self.written.keys() == self.stream.names:
+            self._hand_on()
+            raise StopAtKeys
+
+    def _hand_on(self) -> None:
+        # Copies: a state may be a slice of something long.
+        self.stream.before[self.stop] = {name: state.detach().clone() for name, state in self.written.items()}
+        if not self.stop_at_keys:  # in forward, where the state before a chunk is needed no more
+            self.stream.before.pop(self.start)
+
+    def check_finished(self) -> None:
+        if not self.written:
+            raise SeamError("its layers write no state into their cache")
+        if self.given.keys() - self.read:
+            raise SeamError("its layers do not read the states that they have written")
+        self.stream.names.update(self.written)
+        self._hand_on()
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnknownSeamAttribute(f"its layers read {name!r} of their cache, which the states of a chunk do not have")
+
+    # --- gradients -------------------------------------------------------------------------------------------------------
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        return list(self.given.values())
+
+    def outputs(self) -> list[tuple[Tensor, Tensor]]:
+        return [(self.written[name], gradient) for name, gradient in self.stream.gradients.items()]
+
+    def settle(self) -> None:
+        self.stream.gradients = {name: state.grad for name, state in self.given.items() if state.grad is not None}
+        self.stream.before.pop(self.start)
+
+
+@dataclass
+class StatefulCall(StreamedCall):
+    """One call of a layer with states; its `run` takes a `StateChunk`."""
+
+    names: set[tuple[str, int]] = field(default_factory=set)
+
+    def spans(self, length: int) -> list[tuple[int, int]]:
+        """None of a single token, for which layers have other code, but for a sequence of one."""
+        found = spans(length, max(2, self.chunk_size))
+        if len(found) > 1 and found[-1][1] - found[-1][0] == 1:
+            found[-2:] = [(found[-2][0], found[-1][1])]
+        return found
+
+    def spans_of_keys(self, length: int) -> list[tuple[int, int]]:
+        """Nothing comes after the last state."""
+        return self.spans(length)[:-1]
+
+    def chunk(self, span: tuple[int, int], stream: Any, *, keep_attention: bool = False, kept: Any = None, **options: Any) -> Any:
+        """There is no attention to be kept."""
+        return StateChunk(*span, stream=stream, **options)
+
+    def new_stream(self, length: int, tensors: tuple[Tensor, Tensor] | None = None) -> Any:
+        return StateStream(self.names)
+
+    def check_chunks(self, chunk: Any, h_BTE: Tensor) -> None:
+        """Raise where the first tokens in two chunks are not what they are in one, by their states and their outputs.
+
+        A layer's code may leave the state before a chunk out. It is asked once for each layer.
+        """
+        if self.layer in CHECKED or h_BTE.is_meta or h_BTE.shape[1] < 4:
+            return
+        cut, length = h_BTE.shape[1] // 2 if h_BTE.shape[1] < 8 else 6, min(8, h_BTE.shape[1])
+        whole, parts = StateStream(set()), StateStream(set())
+        outputs, states = [], []
+        with torch.no_grad(), in_eval_mode(self.layer):
+            for stream, span in ((whole, (0, length)), (parts, (0, cut)), (parts, (cut, length))):
+                part = StateChunk(*span, stream=stream)
+                outputs.append(self.run(h_BTE[:, slice(*span)], part).flatten(2))
+                part.check_finished()
+                states.append(stream.before[span[1]])
+        expected, between, actual = states
+        of_states = max(relative_difference(actual[name], state) for name, state in expected.items())
+        # Of the token that differs least: a router may send single ones to other experts, where rounding decides.
+        of_outputs = min(map(relative_difference, outputs[2].flatten(0, 1), outputs[0][:, cut:].flatten(0, 1)))
+        if max(of_states, of_outputs) > largest_rounding(outputs[0]):
+            raise SeamError("its layers give other states or outputs for a sequence in chunks than for the whole of it")
+        if all(state.any() and state.isfinite().all() for state in between.values()):
+            CHECKED.add(self.layer)  # else, as where the first tokens are padding, there was nothing to be left out

@@ -1,0 +1,153 @@
+"""What one layer keeps between forward and backward, on the device or in host memory.
+
+Always its input; where attention is kept, also keys and values of the whole sequence and each chunk's attention output and
+log-sum-exp. On the host everything lies chunk by chunk, so that backward holds the chunk at work and the next one only.
+
+Shapes: B batch, T sequence, L chunk, E model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from streamgrad.engine.host_offload import HostStore, Shelf
+from streamgrad.engine.kv_chunk import Attended
+
+Span = tuple[int, int]
+
+
+class Kept(Protocol):
+    """Written chunk by chunk in forward."""
+
+    def note(self, index: int, attended: Attended | None) -> None:
+        """Chunk `index` has run; `attended` is None where its attention is not kept."""
+        ...
+
+    def finish(self, ctx: Any, keys_and_values: tuple[Tensor, Tensor]) -> None:
+        """All chunks have run; leave what backward needs with `ctx`."""
+        ...
+
+    def reader(self, ctx: Any) -> Reader: ...
+
+    def release(self) -> None:
+        """Backward has run and will not run again."""
+        ...
+
+
+class Reader(Protocol):
+    """Read in backward: keys and values or else the first chunks in order, and then all chunks in reverse order."""
+
+    has_attention: bool
+
+    def keys_and_values(self) -> tuple[Tensor, Tensor]: ...
+
+    def chunk(self, index: int) -> tuple[Tensor, Attended | None]:
+        """The layer's input for a chunk, and what is kept of its attention."""
+        ...
+
+
+class KeptOnDevice:
+    """In autograd's own care: freed, and checked for changes in place, as any saved tensor."""
+
+    def __init__(self, h_BTE: Tensor, spans: Sequence[Span]) -> None:
+        self._tensors, self._spans = [h_BTE], spans
+        self._attended: list[Attended] = []
+
+    def note(self, index: int, attended: Attended | None) -> None:
+        if attended is not None:
+            self._attended.append(attended)
+
+    def finish(self, ctx: Any, keys_and_values: tuple[Tensor, Tensor]) -> None:
+        # Every chunk or none: attention that drew dropout cannot be kept, and then keys are recomputed as well.
+        if len(self._attended) == len(self._spans):
+            self._tensors += map(_alone, keys_and_values)
+            self._tensors += [tensor for entry in self._attended for tensor in (entry.out_BHLD, entry.lse_BHL)]
+        ctx.save_for_backward(*self._tensors)
+        self._tensors, self._attended = [], []
+
+    def reader(self, ctx: Any) -> Reader:
+        return _DeviceReader([tensor.detach() for tensor in ctx.saved_tensors], self._spans)
+
+    def release(self) -> None:
+        """Autograd does."""
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """Values that are a slice of one projection of queries, keys and values would keep all of it."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+class _DeviceReader:
+    def __init__(self, tensors: list[Tensor], spans: Sequence[Span]) -> None:
+        self._h_BTE, *self._rest = tensors
+        self._spans = spans
+        self.has_attention = len(tensors) > 1
+
+    def keys_and_values(self) -> tuple[Tensor, Tensor]:
+        return self._rest[0], self._rest[1]
+
+    def chunk(self, index: int) -> tuple[Tensor, Attended | None]:
+        start, stop = self._spans[index]
+        attended = Attended(*self._rest[2 + 2 * index : 4 + 2 * index]) if self.has_attention else None
+        return self._h_BTE[:, start:stop], attended
+
+
+class KeptOnHost:
+    """On a shelf of the model's host store; `first` chunks of those are read before all are read in reverse order."""
+
+    def __init__(self, h_BTE: Tensor, spans: Sequence[Span], first: int, store: HostStore) -> None:
+        self._h_BTE: Tensor | None = h_BTE.detach()
+        self._spans, self._first = spans, first
+        self._shelf: Shelf | None = store.shelf()
+        self.has_attention = True
+
+    def note(self, index: int, attended: Attended | None) -> None:
+        assert self._h_BTE is not None and self._shelf is not None
+        start, stop = self._spans[index]
+        tensors = [self._h_BTE[:, start:stop]]
+        if attended is None:
+            self.has_attention = False
+        else:
+            tensors += [attended.out_BHLD, attended.lse_BHL]
+        self._shelf.put(index, tensors)
+
+    def finish(self, ctx: Any, keys_and_values: tuple[Tensor, Tensor]) -> None:
+        assert self._shelf is not None
+        self._h_BTE = None
+        chunks = list(range(len(self._spans)))
+        if self.has_attention:
+            self._shelf.put(_KEYS_AND_VALUES, keys_and_values)
+            self._shelf.will_be_got([_KEYS_AND_VALUES, *reversed(chunks)])
+        else:
+            self._shelf.will_be_got([*chunks[: self._first], *reversed(chunks)])
+
+    def reader(self, ctx: Any) -> Reader:
+        if self._shelf is None:
+            raise RuntimeError(
+                "backward was called a second time through a streamed layer whose kept tensors have been freed. Pass "
+                "retain_graph=True to the first backward if it is meant to be called again."
+            )
+        self._shelf.rewind()
+        return _HostReader(self._shelf, self.has_attention)
+
+    def release(self) -> None:
+        self._shelf = None
+
+
+class _HostReader:
+    def __init__(self, shelf: Shelf, has_attention: bool) -> None:
+        self._shelf, self.has_attention = shelf, has_attention
+
+    def keys_and_values(self) -> tuple[Tensor, Tensor]:
+        key, value = self._shelf.get(_KEYS_AND_VALUES)
+        return key, value
+
+    def chunk(self, index: int) -> tuple[Tensor, Attended | None]:
+        h_BLE, *attended = self._shelf.get(index)
+        return h_BLE, Attended(*attended) if self.has_attention else None
+
+
+_KEYS_AND_VALUES = "keys and values"

@@ -1,0 +1,190 @@
+"""Where the tokens of a sequence are: all in this process, or dealt out to the ranks of a group (sequence parallelism, Ulysses).
+
+With P ranks, T tokens on each (P T in all) and chunks of L tokens a rank, rank r's chunk c are the global tokens
+
+    [c P L + r l,  c P L + (r + 1) l)          l = L, or less in the last chunk
+
+so the chunks with the same number are together one contiguous global chunk, `P` times the local span, and every rank works on the
+same global chunk at the same time. Around attention, and nowhere else, ranks exchange tokens for heads:
+
+    to_heads:   (B, H, L, D), my tokens of all heads   ->  (B, H/P, P L, D), all tokens of my heads
+    to_tokens:  the inverse, which is also the transpose: each is the other's backward pass
+
+A model is given contiguous slices, `[r T, (r + 1) T)` on rank r. `deal` brings a slice into the order above, `undeal` back.
+
+Known limits: exchanges do not overlap with computation.
+
+Shapes: B batch, H heads, T tokens of this rank, L tokens of a chunk, S tokens of a global chunk, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from streamgrad.ops.autograd import first_order_only
+
+
+class Exchange:
+    """All tokens are here, and nothing is exchanged."""
+
+    ranks = 1
+    chunk_size: int | None = None  # of every layer, where tokens lie in an order that depends on it
+
+    def to_heads(self, tensor_BHLD: Tensor) -> Tensor:
+        return tensor_BHLD
+
+    def to_tokens(self, tensor_BHSD: Tensor) -> Tensor:
+        return tensor_BHSD
+
+    def own_heads(self, tensor_H: Tensor) -> Tensor:
+        """The part that belongs to the heads which this rank attends with."""
+        return tensor_H
+
+    def most(self, *numbers: float) -> tuple[float, ...]:
+        """Of each number, the most that any rank has: what ranks decide by it, they decide alike."""
+        return numbers
+
+
+ALONE = Exchange()
+
+
+class Ulysses(Exchange):
+    """Tokens are dealt out to the ranks of `group`, `length` to each, in chunks of `chunk_size`, on `device`."""
+
+    def __init__(self, group: dist.ProcessGroup, length: int, chunk_size: int, device: torch.device) -> None:
+        self.group, self.length, self.device = group, length, device
+        self.chunk_size: int = min(chunk_size, length)
+        self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
+
+    def to_heads(self, tensor_BHLD: Tensor) -> Tensor:
+        if tensor_BHLD.shape[1] % self.ranks:
+            raise ValueError(f"{tensor_BHLD.shape[1]} heads cannot be shared by {self.ranks} ranks: each attends with as many.")
+        # In chunks: of more than one, tokens that lie side by side here do not lie side by side in the sequence.
+        return self._swapped(tensor_BHLD.split(self.chunk_size, dim=2), 1, 2)
+
+    def to_tokens(self, tensor_BHSD: Tensor) -> Tensor:
+        return self._swapped(tensor_BHSD.split(self.ranks * self.chunk_size, dim=2), 2, 1)
+
+    def _swapped(self, chunks: Sequence[Tensor], cut: int, join: int) -> Tensor:
+        """Of each chunk, axis `cut` in P pieces, piece r to rank r; the pieces that arrive side by side along axis `join`.
+
+        Laid out in memory as (B, L, H, D), which is how projections make heads and consume them: some families take a view of it.
+        """
+        parts = []
+        for chunk in chunks:
+            pieces = torch.stack(chunk.chunk(self.ranks, dim=cut))
+            arrived = torch.empty_like(pieces)
+            dist.all_to_all_single(arrived, pieces, group=self.group)
+            parts.append(torch.cat([piece.transpose(1, 2) for piece in arrived.unbind(0)], dim=3 - join))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).transpose(1, 2)
+
+    def own_heads(self, tensor_H: Tensor) -> Tensor:
+        return tensor_H.chunk(self.ranks)[self.rank]
+
+    def most(self, *numbers: float) -> tuple[float, ...]:
+        return tuple(max(of_ranks) for of_ranks in zip(*self.numbers_of_ranks(numbers), strict=True))
+
+    def check_agreement(self, values: Mapping[str, int]) -> None:
+        """Ranks that disagree would wait for each other for ever, or mix up their tokens."""
+        listed = self.numbers_of_ranks(tuple(values.values()))
+        for name, of_ranks in zip(values, zip(*listed, strict=True), strict=True):
+            if len(set(of_ranks)) > 1:
+                numbers = ", ".join(f"{number:.0f}" for number in of_ranks)
+                raise ValueError(
+                    f"the ranks that share a sequence disagree about {name}: {numbers}, from the first rank to the last. Cut a "
+                    "sequence into slices of equal length, padded at its end with labels of -100, and call the model in the same "
+                    "way on every rank."
+                )
+
+    def numbers_of_ranks(self, numbers: tuple[float, ...]) -> list[list[float]]:
+        own = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        listed = [torch.empty_like(own) for _ in range(self.ranks)]
+        dist.all_gather(listed, own, group=self.group)
+        return torch.stack(listed).tolist()
+
+    # --- dealing -------------------------------------------------------------------------------------------------------
+
+    def deal(self, slice_BT: Tensor) -> Tensor:
+        """The rank's slice, (B, T, ...), for its dealt tokens."""
+        return _Deal.apply(self, slice_BT)
+
+    def undeal(self, dealt_BT: Tensor) -> Tensor:
+        """The rank's dealt tokens, (B, T, ...), for its slice."""
+        return _Undeal.apply(self, dealt_BT)
+
+    def gather(self, slice_BT: Tensor) -> Tensor:
+        """The whole sequence, in order, of which each rank has a slice."""
+        slices = [torch.empty_like(slice_BT, memory_format=torch.contiguous_format) for _ in range(self.ranks)]
+        dist.all_gather(slices, slice_BT.contiguous(), group=self.group)
+        return torch.cat(slices, dim=1)
+
+    @cached_property
+    def positions_T(self) -> Tensor:
+        """The dealt tokens' places in the sequence."""
+        place_T = torch.arange(self.length, device=self.device)
+        start_T = place_T // self.chunk_size * self.chunk_size
+        size_T = (self.length - start_T).clamp(max=self.chunk_size)
+        return self.ranks * start_T + self.rank * size_T + place_T - start_T
+
+    @cached_property
+    def _order_T(self) -> Tensor:
+        """The slice's tokens by the rank that they go to; within one, they keep their order, so they arrive in order."""
+        return self._owners_T.argsort(stable=True)
+
+    @cached_property
+    def _owners_T(self) -> Tensor:
+        place_T = self.rank * self.length + torch.arange(self.length, device=self.device)
+        start_T = place_T // (self.ranks * self.chunk_size) * self.chunk_size
+        return (place_T - self.ranks * start_T) // (self.length - start_T).clamp(max=self.chunk_size)
+
+    @cached_property
+    def _sent(self) -> list[int]:
+        return self._owners_T.bincount(minlength=self.ranks).tolist()
+
+    @cached_property
+    def _received(self) -> list[int]:
+        return (self.positions_T // self.length).bincount(minlength=self.ranks).tolist()
+
+    def _dealt(self, slice_BT: Tensor) -> Tensor:
+        sent_TB = slice_BT.transpose(0, 1)[self._order_T].contiguous()
+        received_TB = torch.empty_like(sent_TB)
+        dist.all_to_all_single(received_TB, sent_TB, self._received, self._sent, group=self.group)
+        return received_TB.transpose(0, 1).contiguous()
+
+    def _undealt(self, dealt_BT: Tensor) -> Tensor:
+        sent_TB = dealt_BT.transpose(0, 1).contiguous()
+        received_TB = torch.empty_like(sent_TB)
+        dist.all_to_all_single(received_TB, sent_TB, self._sent, self._received, group=self.group)
+        slice_BT = torch.empty_like(dealt_BT, memory_format=torch.contiguous_format)
+        slice_BT.transpose(0, 1)[self._order_T] = received_TB
+        return slice_BT
+
+
+class _Deal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Ulysses, slice_BT: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        return exchange._dealt(slice_BT)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, ddealt_BT: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.exchange._undealt(ddealt_BT)
+
+
+class _Undeal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: Ulysses, dealt_BT: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        return exchange._undealt(dealt_BT)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, dslice_BT: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.exchange._dealt(dslice_BT)

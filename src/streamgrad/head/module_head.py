@@ -1,0 +1,103 @@
+"""Cross entropy of a head that is more than one linear map (LoRA on the head, an adapter, a wrapper), one chunk at a time.
+
+The same one-pass idea as `cross_entropy`, by autograd: each chunk's logits come from the module itself, their loss is
+differentiated at once into shadows of the module's parameters, and backward only scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streamgrad.engine.grad_accumulator import Shadows
+from streamgrad.engine.guards import check_leaves, gradient_of_input
+from streamgrad.engine.module_walk import trainable_parameters
+from streamgrad.head.linear_head import LogitMap
+from streamgrad.head.targets import TargetRows
+from streamgrad.ops.accumulate import accumulator_dtype, scaled, zeros_for_sum
+from streamgrad.ops.autograd import first_order_only
+
+
+def summed_module_cross_entropy(
+    module: nn.Module, run: Callable[[Tensor], Tensor], hidden_NE: Tensor, rows: TargetRows, logit_map: LogitMap
+) -> tuple[Tensor, int]:
+    """`(sum of cross entropy over the rows with a target, their number)` for logits `logit_map(run(hidden))`.
+
+    `run` is the module's own forward; it reads the parameters of `module` and no others that need a gradient.
+    """
+    parameters = trainable_parameters(module)
+    if any(hasattr(parameter, "ds_id") for parameter in parameters):
+        raise ValueError(
+            f"a trainable {type(module).__name__} in the place of the language-modelling head cannot be streamed under ZeRO-3, "
+            "which gathers its parameters module by module. Leave the head out of the adapters, or use ZeRO-2 or FSDP2."
+        )
+    if not torch.is_grad_enabled() or not (hidden_NE.requires_grad or parameters):
+        with torch.no_grad():
+            return _total(module, run, hidden_NE, rows, logit_map), rows.count
+    return _ModuleCrossEntropy.apply(module, run, rows, logit_map, hidden_NE, *parameters), rows.count
+
+
+class _ModuleCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        module: nn.Module,
+        run: Callable[[Tensor], Tensor],
+        rows: TargetRows,
+        logit_map: LogitMap,
+        hidden_NE: Tensor,
+        *parameters: Tensor,
+    ) -> Tensor:
+        shadows = Shadows(parameters, summed=True)
+        dhidden_NE = torch.zeros_like(hidden_NE) if ctx.needs_input_grad[4] else None
+        with shadows.installed_in(module):
+            total = _total(module, run, hidden_NE, rows, logit_map, dhidden_NE, shadows.tensors)
+        # fp32 sums are kept unscaled; casting them before they are scaled would round twice.
+        ctx.parameter_dtypes = [parameter.dtype for parameter in parameters]
+        sums = shadows.take_sums()
+        if not rows.count:  # then no chunk has run, and engines wait for a gradient from every rank
+            sums = [zeros_for_sum(parameter) for parameter in parameters]
+        ctx.save_for_backward(dhidden_NE, *sums)
+        return total
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+        dhidden_NE, *sums = ctx.saved_tensors
+        dhidden = None if dhidden_NE is None else scaled(dhidden_NE, dtotal, dhidden_NE.dtype)
+        gradients = [
+            None if total is None else scaled(total, dtotal, dtype)
+            for total, dtype in zip(sums, ctx.parameter_dtypes, strict=True)
+        ]
+        return None, None, None, None, dhidden, *gradients
+
+
+def _total(
+    module: nn.Module,
+    run: Callable[[Tensor], Tensor],
+    hidden_NE: Tensor,
+    rows: TargetRows,
+    logit_map: LogitMap,
+    dhidden_NE: Tensor | None = None,
+    leaves: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """The summed loss; with `leaves`, which are all that `run` may read, its gradients are added to them and put into
+    `dhidden_NE`."""
+    total = torch.zeros((), dtype=accumulator_dtype(hidden_NE.dtype), device=hidden_NE.device)
+    for places, targets_N in rows.chunks():
+        leaf_NE = hidden_NE[places].detach().requires_grad_(dhidden_NE is not None)
+        with torch.set_grad_enabled(leaves is not None):
+            # Heads are written for (batch, tokens, width).
+            z_NV = run(leaf_NE.unsqueeze(0)).squeeze(0)
+            z_NV = logit_map(z_NV.to(accumulator_dtype(z_NV.dtype)))
+            chunk_total = torch.nn.functional.cross_entropy(z_NV, targets_N, reduction="sum")
+        if leaves is not None and chunk_total.requires_grad:
+            check_leaves(chunk_total, [leaf_NE, *leaves], module)
+            chunk_total.backward()
+        if dhidden_NE is not None:
+            dhidden_NE[places] = gradient_of_input(leaf_NE, module)
+        total = total + chunk_total.detach()
+    return total

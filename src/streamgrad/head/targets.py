@@ -1,0 +1,118 @@
+"""Which tokens the head must look at, checked before any work: ignored ones cost nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from streamgrad.memory.device import device_memory
+from streamgrad.memory.head_chunk import FREE_SHARE, SHORTEST_CHUNK, head_chunk_within
+
+CHUNK_WITHOUT_GPU = 2048
+
+
+class TargetRows:
+    """The rows of flat `targets_N` that carry a target, in chunks.
+
+    Counting them waits for the device once; the same transfer brings the smallest and largest target, so a target outside
+    the vocabulary is an error here and not a fault inside a kernel.
+
+    `itemsize` are the bytes that one logit takes while its chunk is at work; `limit_bytes` is a limit on all that the process
+    holds on the device, for an "auto" `chunk_size`.
+    """
+
+    def __init__(
+        self,
+        targets_N: Tensor,
+        *,
+        vocabulary: int,
+        ignore_index: int,
+        chunk_size: int | str,
+        itemsize: int = 4,
+        limit_bytes: int | None = None,
+    ) -> None:
+        if isinstance(chunk_size, str):
+            if chunk_size != "auto":
+                raise ValueError(f'chunk_size={chunk_size!r} is not a choice. Pass a number of tokens, or "auto".')
+        elif int(chunk_size) != chunk_size:
+            raise ValueError(f'chunk_size={chunk_size} is not a whole number of tokens. Pass one, or "auto".')
+        elif chunk_size < 1:
+            raise ValueError(f'chunk_size={chunk_size} leaves no tokens in a chunk. Pass at least 1, or "auto".')
+        self.targets_N = targets_N
+        has_target_N = targets_N != ignore_index
+        low_N = torch.where(has_target_N, targets_N, 0)
+        if len(targets_N):
+            count, low, high = torch.stack([has_target_N.sum(), low_N.min(), low_N.max()]).tolist()
+        else:
+            count = low = high = 0
+        if low < 0 or high >= vocabulary:
+            raise ValueError(
+                f"target {low if low < 0 else high} is outside the vocabulary of {vocabulary} tokens (0 to {vocabulary - 1}) "
+                f"and is not ignore_index={ignore_index}. Check the tokenizer, or set such targets to {ignore_index}."
+            )
+        self.count: int = count
+        self._asked, self._vocabulary, self._itemsize, self._limit = chunk_size, vocabulary, itemsize, limit_bytes
+        self._rows_N = None if count == len(targets_N) else has_target_N.nonzero().squeeze(1)
+
+    @cached_property
+    def chunk_size(self) -> int:
+        """Chosen when it is first asked for: by the memory that is free then."""
+        if self._asked != "auto":
+            return int(self._asked)
+        device = self.targets_N.device
+        if self._limit is None:
+            return choose_head_chunk(self.count, self._vocabulary, self._itemsize, device)
+        if device.type != "cuda":
+            return SHORTEST_CHUNK  # what is held is not known there, and plans count on this
+        held, limit = device_memory(device)
+        budget = int(max(0, min(self._limit, limit) - held) // FREE_SHARE)
+        return head_chunk_within(budget, self.count, self._vocabulary, self._itemsize)
+
+    @property
+    def skips_some(self) -> bool:
+        """Whether some tokens are in no chunk."""
+        return self._rows_N is not None
+
+    def chunks(self) -> Iterator[tuple[Tensor | slice, Tensor]]:
+        """`(rows, targets)` of each chunk; `rows` is a slice when no token is ignored, which saves a gather."""
+        for start in range(0, self.count, self.chunk_size):
+            stop = min(start + self.chunk_size, self.count)
+            rows = slice(start, stop) if self._rows_N is None else self._rows_N[start:stop]
+            yield rows, self.targets_N[rows]
+
+
+def choose_head_chunk(tokens: int, vocabulary: int, itemsize: int, device: torch.device) -> int:
+    """`head_chunk_within` an eighth of what is free on a GPU; without one, 2048 tokens."""
+    if device.type != "cuda":
+        return CHUNK_WITHOUT_GPU
+    held, limit = device_memory(device)
+    return head_chunk_within(int(limit - held) // FREE_SHARE, tokens, vocabulary, itemsize)
+
+
+def flatten(hidden: Tensor, weight_VE: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """`hidden` (..., E) and `targets` (...) as (N, E) and (N), after checking that they belong together."""
+    if hidden.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"targets have shape {tuple(targets.shape)} but hidden states {tuple(hidden.shape)}: there must be one target per "
+            f"token, of shape {tuple(hidden.shape[:-1])}."
+        )
+    if hidden.shape[-1] != weight_VE.shape[-1]:
+        raise ValueError(
+            f"hidden states have width {hidden.shape[-1]} but the weight {tuple(weight_VE.shape)} expects {weight_VE.shape[-1]}. "
+            "Pass the weight as (vocabulary, width)."
+        )
+    if targets.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"targets are {targets.dtype}; token ids must be int64 or int32.")
+    return hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).to(device=hidden.device, dtype=torch.int64)
+
+
+def refuse_two_dtypes(hidden: Tensor, weight: Tensor) -> None:
+    """Where no autocast says what the product is made in."""
+    if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
+        raise ValueError(
+            f"hidden states are {hidden.dtype} and the weight is {weight.dtype}, so that one would have to be converted. Convert "
+            "the one you mean, or call this under autocast."
+        )

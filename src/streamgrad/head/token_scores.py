@@ -1,0 +1,193 @@
+"""All that a trainer asks about its tokens, from one look at each chunk of logits: log-probabilities and what is logged beside.
+
+    scores = token_scores(hidden, weight, targets, fields=("log_probs", "entropy", "is_top1"))
+
+Log-probabilities and entropies are differentiable; the rest is for metrics and weights, and carries no gradient. Forward keeps
+the log-sum-exp (and the entropy) of each token; backward makes a chunk's logits again and turns them into their own gradient.
+
+Shapes: N tokens, V vocabulary, E model width.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamgrad.engine.replay import as_autocast
+from streamgrad.head.linear_head import HeadGradients, LinearHead, LogitMap
+from streamgrad.head.softmax import product_gradient, token_statistics
+from streamgrad.head.targets import TargetRows, flatten
+from streamgrad.ops.accumulate import accumulator_dtype
+from streamgrad.ops.autograd import first_order_only
+
+# In the order in which `_TokenScores` returns them.
+FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+def token_scores(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    fields: Sequence[str] = ("log_probs",),
+    bias: Tensor | None = None,
+    logit_map: LogitMap | None = None,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    chunk_size: int | str = "auto",
+    limit_bytes: int | None = None,
+) -> dict[str, Tensor]:
+    """Equals, without ever holding all logits `z = logit_map(hidden @ weight.T + bias).float()`, with `logp = z.log_softmax(-1)`:
+
+        log_probs         (1 - s) * logp[target] + s * logp.mean(-1), for label_smoothing s (0: the log-probability itself)
+        entropy           -(logp.exp() * logp).sum(-1)
+        log_sum_sq_probs  (2 * logp).logsumexp(-1), without gradient
+        mean_logits       z.mean(-1), without gradient
+        is_top1           z.argmax(-1) == target
+
+    each of the shape of `targets`, and 0 where the target is `ignore_index`. Only what `fields` names is computed and returned;
+    `log_probs` always is. Under autocast the product is made in its dtype; the gradients of `weight` and `bias` are summed and
+    returned in their own. `chunk_size` is how many tokens have logits at a time; "auto" takes it from the memory that is free,
+    within `limit_bytes` for all that the process holds on the device.
+    """
+    unknown = [field for field in fields if field not in FIELDS]
+    if unknown:
+        raise ValueError(f"{unknown[0]!r} in fields={tuple(fields)} is not a score. The scores are {', '.join(FIELDS)}.")
+    if not 0.0 <= label_smoothing < 1.0:
+        raise ValueError(f"label_smoothing={label_smoothing} must be at least 0 and below 1; 0 leaves it out.")
+    hidden_NE, targets_N = flatten(hidden, weight, targets)
+    rows = TargetRows(
+        targets_N,
+        vocabulary=weight.shape[0],
+        ignore_index=ignore_index,
+        chunk_size=chunk_size,
+        itemsize=as_autocast(hidden_NE[:0]).element_size(),
+        limit_bytes=limit_bytes,
+    )
+    values = _TokenScores.apply(
+        as_autocast(hidden_NE), weight, bias, rows, logit_map or LogitMap(), label_smoothing, frozenset(fields)
+    )
+    return {field: value.view(targets.shape) for field, value in zip(FIELDS, values, strict=True) if value is not None}
+
+
+class _TokenScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NE: Tensor,
+        weight_VE: Tensor,
+        bias_V: Tensor | None,
+        rows: TargetRows,
+        logit_map: LogitMap,
+        smoothing: float,
+        fields: frozenset[str],
+    ) -> tuple[Tensor | None, ...]:
+        head = _head_for(hidden_NE, weight_VE, bias_V, logit_map)
+        lse_N = hidden_NE.new_zeros(len(hidden_NE), dtype=accumulator_dtype(hidden_NE.dtype))
+        scores = {field: torch.zeros_like(lse_N) for field in FIELDS if field in fields or field == "log_probs"}
+        if "is_top1" in scores:
+            scores["is_top1"] = scores["is_top1"].bool()
+        with torch.autocast(hidden_NE.device.type, enabled=False):
+            for places, targets_N in rows.chunks():
+                chunk_lse_N, chunk_scores = _scores_of(
+                    head.product(hidden_NE[places]), targets_N, logit_map, smoothing, scores.keys()
+                )
+                lse_N[places] = chunk_lse_N
+                for field, values_N in chunk_scores.items():
+                    scores[field][places] = values_N
+        ctx.rows, ctx.logit_map, ctx.smoothing = rows, logit_map, smoothing
+        ctx.save_for_backward(hidden_NE, weight_VE, bias_V, lse_N, scores.get("entropy"))
+        ctx.mark_non_differentiable(*(scores[field] for field in FIELDS[2:] if field in scores))
+        # An entropy that is only logged gets no gradient, and then costs nothing in backward.
+        ctx.set_materialize_grads(False)
+        return tuple(scores.get(field) for field in FIELDS)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, dlogprobs_N: Tensor | None, dentropy_N: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        if dlogprobs_N is None and dentropy_N is None:
+            return (None,) * 7
+        hidden_NE, weight_VE, bias_V, lse_N, entropy_N = ctx.saved_tensors
+        if dlogprobs_N is None:
+            dlogprobs_N = torch.zeros_like(lse_N)
+        head, rows, wants = _head_for(hidden_NE, weight_VE, bias_V, ctx.logit_map), ctx.rows, ctx.needs_input_grad
+        gradients = HeadGradients(
+            hidden_NE,
+            head,
+            hidden=wants[0],
+            weight=wants[1],
+            bias=wants[2],
+            skips_rows=rows.skips_some,
+            at_once=rows.count <= rows.chunk_size and weight_VE.dtype == hidden_NE.dtype,
+        )
+        for places, targets_N in rows.chunks():
+            chunk_NE = hidden_NE[places]
+            entropies = () if dentropy_N is None else (entropy_N[places], dentropy_N[places])
+            given = (targets_N, ctx.logit_map, lse_N[places], dlogprobs_N[places], *entropies)
+            # Nothing in this frame names the logits, or they would live on beside those of the next chunk.
+            add = functools.partial(gradients.add, places, chunk_NE)
+            if ctx.smoothing:
+                add(_smoothed_gradient(ctx.smoothing, head.product(chunk_NE), *given))
+            else:
+                add(product_gradient(head.product(chunk_NE), *given))
+        sums = (gradients.hidden_NE, gradients.weight_VE, gradients.bias_V)
+        cast = [
+            None if total is None else total.to(tensor.dtype)
+            for total, tensor in zip(sums, (hidden_NE, weight_VE, bias_V), strict=True)
+        ]
+        return *cast, None, None, None, None
+
+
+def _head_for(hidden_NE: Tensor, weight_VE: Tensor, bias_V: Tensor | None, logit_map: LogitMap) -> LinearHead:
+    """The head in the dtype of the hidden states; cast in here, so that the weight's gradient leaves in the weight's own."""
+    return LinearHead(weight_VE.to(hidden_NE.dtype), None if bias_V is None else bias_V.to(hidden_NE.dtype), logit_map)
+
+
+def _scores_of(
+    product_NV: Tensor, targets_N: Tensor, logit_map: LogitMap, smoothing: float, fields: Collection[str]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`(lse, scores)` of one chunk."""
+    lse_N, picked_N, entropy_N = token_statistics(product_NV, targets_N, logit_map, with_entropy="entropy" in fields)
+    scores = {} if entropy_N is None else {"entropy": entropy_N}
+    if "mean_logits" in fields or smoothing:
+        mean_N = _mean_logits(product_NV, logit_map)
+        if "mean_logits" in fields:
+            scores["mean_logits"] = mean_N
+        if smoothing:
+            picked_N = (1.0 - smoothing) * picked_N + smoothing * mean_N
+    if "log_sum_sq_probs" in fields:
+        z_NV = logit_map(product_NV.to(lse_N.dtype))
+        scores["log_sum_sq_probs"] = (2.0 * z_NV).logsumexp(dim=-1) - 2.0 * lse_N
+    if "is_top1" in fields:
+        # The map rises, so the largest product is the largest logit; of equal ones, argmax takes the first.
+        scores["is_top1"] = product_NV.argmax(dim=-1) == targets_N
+    return lse_N, scores | {"log_probs": picked_N - lse_N}
+
+
+def _mean_logits(product_NV: Tensor, logit_map: LogitMap) -> Tensor:
+    dtype = accumulator_dtype(product_NV.dtype)
+    if logit_map.tanh:
+        return logit_map(product_NV.to(dtype)).mean(dim=-1)
+    return logit_map.scale * product_NV.mean(dim=-1, dtype=dtype)
+
+
+def _smoothed_gradient(
+    smoothing: float,
+    product_NV: Tensor,
+    targets_N: Tensor,
+    logit_map: LogitMap,
+    lse_N: Tensor,
+    dlogprobs_N: Tensor,
+    *entropies: Tensor,
+) -> Tensor:
+    """`product_gradient` where s of the target's weight goes to all: d(log_probs)/dz = (onehot - p) + s (1 / V - onehot)."""
+    z_NV = product_NV.to(lse_N.dtype, copy=True)
+    slope_NV = logit_map.apply_(z_NV, with_slope=True)[1]
+    gradient_NV = product_gradient(product_NV, targets_N, logit_map, lse_N, dlogprobs_N, *entropies)
+    moved_N1 = (smoothing * dlogprobs_N).unsqueeze(1)
+    moved_NV = z_NV.copy_(moved_N1 / z_NV.shape[1]).scatter_add_(1, targets_N.unsqueeze(1), -moved_N1)
+    return gradient_NV.add_(moved_NV.mul_(logit_map.scale if slope_NV is None else slope_NV))

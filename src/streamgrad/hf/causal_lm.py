@@ -1,0 +1,312 @@
+"""`model(..., labels=...)` with a streamed head: the model's own forward runs, and no full logits exist.
+
+Inside that forward, `lm_head(hidden)` computes the loss at once, in chunks, within the head module's own call, where engines that
+shard parameters have gathered its weight, and returns a placeholder. The placeholder records what the forward does to "the
+logits" (scaling, softcap); the recording must be what `traced_logit_map` saw when the model was enabled, or the step is refused.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as _module
+from torch.utils._pytree import register_pytree_node
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from streamgrad.attention.masks import rows_without_keys
+from streamgrad.config import StreamConfig
+from streamgrad.engine.kv_chunk import SeamError, UnknownSeamAttribute
+from streamgrad.head.cross_entropy import mean_of, summed_cross_entropy
+from streamgrad.head.linear_head import LogitMap
+from streamgrad.head.module_head import summed_module_cross_entropy
+from streamgrad.head.targets import TargetRows, flatten
+from streamgrad.hf.discover import sliding_window
+from streamgrad.hf.patching import InstalledForward, named_arguments, own_forward, temporary_attribute
+from streamgrad.hf.sequence_slices import sequence_group
+from streamgrad.hf.step_plan import head_known_to_decoder
+
+
+@dataclass
+class HeadStream:
+    """What `enable` leaves on a model with a language-modelling head."""
+
+    config: StreamConfig
+    logit_map: LogitMap
+
+
+class LogitsPlaceholder(dict):
+    """Stands for logits that are never made and records, as a `LogitMap`, what is done to them.
+
+    A dict that holds the loss under its one key: engines that shard parameters (ZeRO-3, FSDP2) look for tensors in what a module
+    returns, and gather the head's weight again when the gradient of one arrives. They may put their own tensor in its place.
+    """
+
+    def __init__(self, loss: Tensor, logit_map: LogitMap | None = None) -> None:
+        super().__init__(loss=loss)
+        self.logit_map = logit_map or LogitMap()
+
+    def mapped(self, logit_map: LogitMap) -> LogitsPlaceholder:
+        return LogitsPlaceholder(self["loss"], logit_map)
+
+    def __getitem__(self, key: Any) -> Tensor:
+        if key != "loss":
+            raise SeamError("its forward, or a hook, indexes logits that are never made while streaming")
+        return super().__getitem__(key)
+
+    def __mul__(self, factor: Any) -> LogitsPlaceholder:
+        if isinstance(factor, Tensor) and factor.numel() == 1 and not factor.requires_grad:
+            factor = factor.item()
+        if not isinstance(factor, int | float):
+            raise SeamError(f"its forward multiplies the logits by a {type(factor).__name__}")
+        return self.mapped(replace(self.logit_map, scale=self.logit_map.scale * factor))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> LogitsPlaceholder:
+        return self * (1.0 / divisor)
+
+    def tanh(self) -> LogitsPlaceholder:
+        if self.logit_map.tanh:
+            raise SeamError("its forward applies tanh to the logits twice")
+        return self.mapped(LogitMap(tanh=True, inner_scale=self.logit_map.scale))
+
+    def float(self) -> LogitsPlaceholder:
+        return self
+
+    contiguous = float
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnknownSeamAttribute(f"its forward, or a hook, reads {name!r} of logits that are never made while streaming")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if function is torch.tanh and isinstance(args[0], cls):
+            return args[0].tanh()
+        raise SeamError(f"its forward applies {getattr(function, '__name__', function)} to the logits")
+
+
+register_pytree_node(
+    LogitsPlaceholder,
+    lambda placeholder: ([placeholder["loss"]], placeholder.logit_map),
+    lambda losses, logit_map: LogitsPlaceholder(next(iter(losses)), logit_map),
+)
+
+
+class _AnyOutput(BaseModelOutputWithPast):
+    """A decoder output of which every field but the hidden states is None, whatever a family calls its fields."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+class _Stub(nn.Module):
+    """A child module that returns a fixed value, for tracing a forward without running anything."""
+
+    @property
+    def weight(self) -> Tensor:
+        raise SeamError(
+            "its forward computes the loss from lm_head.weight itself, as Liger's fused linear cross entropy does; "
+            "apply Liger with fused_linear_cross_entropy=False"
+        )
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.value
+
+
+def traced_logit_map(model: PreTrainedModel, decoder: nn.Module, head: nn.Module) -> LogitMap:
+    """What `type(model).forward` does between its head and its loss, by running it on a copy whose children are stubs."""
+    hidden = torch.zeros(1, 2, model.config.get_text_config().hidden_size, device="meta")
+    probe = object.__new__(type(model))
+    probe.__dict__ = {**model.__dict__, "_modules": dict(model._modules)}
+    for name, child in model._modules.items():
+        path = next((path for path, module in child.named_modules() if module is decoder), None) if child is not None else None
+        if child is head:
+            probe._modules[name] = _Stub(LogitsPlaceholder(torch.zeros(())))
+        elif path is not None:
+            probe._modules[name] = stub = _Stub(_AnyOutput(last_hidden_state=hidden))
+            stub.__dict__.update(dict.fromkeys(path.split("."), stub))  # some call model.decoder, and some model
+    recorded: list[Any] = []
+
+    def record(logits: Any, *args: Any, **kwargs: Any) -> Tensor:
+        recorded.append(logits)
+        return torch.zeros(())
+
+    probe.loss_function = record
+    tokens = torch.zeros(1, 2, dtype=torch.long)
+    try:
+        type(model).forward(probe, input_ids=tokens, labels=tokens)
+    except SeamError as error:
+        raise ValueError(f"{type(model).__name__} cannot be streamed: {error}.") from error
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} cannot be streamed: its forward with labels could not be followed ({error})."
+        ) from error
+    if len(recorded) != 1 or not isinstance(recorded[0], LogitsPlaceholder):
+        raise ValueError(
+            f"{type(model).__name__} cannot be streamed: its forward does not pass the logits to self.loss_function."
+        )
+    return recorded[0].logit_map
+
+
+def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream, *args: Any, **kwargs: Any) -> Any:
+    """Installed as the model's forward by `enable`."""
+    arguments = named_arguments(stock, args, kwargs)
+    _refuse_labels_to_be_shifted(model, arguments)
+    if arguments.get("labels") is None or not torch.is_grad_enabled():
+        return stock(*args, **kwargs)
+    check_labels(model, arguments)
+    if not _has_stock_loss(model):
+        return stock(*args, **kwargs)
+
+    refuse_backward_hooks(model.get_output_embeddings())
+    job = _HeadJob(model.get_output_embeddings(), stream, arguments)
+    with ExitStack() as restore:
+        restore.enter_context(temporary_attribute(job.head, "forward", job.head_forward))
+        restore.enter_context(temporary_attribute(model, "_loss_function", job.loss_function))
+        restore.enter_context(head_known_to_decoder(model, job.head, tokens=job.targets.numel(), config=stream.config))
+        try:
+            output = stock(*args, **kwargs)
+        except SeamError as error:
+            raise ValueError(f"{type(model).__name__} cannot be streamed: {error}.") from error
+    if isinstance(output, tuple):
+        return tuple(None if isinstance(item, LogitsPlaceholder) else item for item in output)
+    output["logits"] = None
+    return output
+
+
+class _HeadJob:
+    """The head's share of one forward: targets in, loss out."""
+
+    def __init__(self, head: Any, stream: HeadStream, arguments: dict[str, Any]) -> None:
+        self.head, self.stream = head, stream
+        self.run = own_forward(head)
+        self.is_linear = getattr(self.run, "__func__", None) is nn.Linear.forward
+        self.items = arguments.get("num_items_in_batch")
+        self.is_done = False
+        ignore_index = arguments.get("ignore_index", -100)
+        shifted = arguments.get("shift_labels")
+        # Position t predicts token t + 1; the last one predicts nothing.
+        next_ones = nn.functional.pad(arguments["labels"], (0, 1), value=ignore_index)[..., 1:]
+        self.targets: Tensor = next_ones if shifted is None else shifted
+        weight = next(head.parameters())
+        # Looked at now, while the device has nothing else to do: counting targets waits for it.
+        self.rows = TargetRows(
+            self.targets.reshape(-1).to(device=weight.device, dtype=torch.int64),
+            vocabulary=self._vocabulary(),
+            ignore_index=ignore_index,
+            chunk_size=stream.config.head_chunk_size,
+            # A head that is differentiated by autograd has logits in its own dtype and fp32, log-probabilities and gradients.
+            itemsize=weight.element_size() if self.is_linear else 16,
+            limit_bytes=stream.config.budget_bytes,
+        )
+
+    def head_forward(self, hidden: Tensor) -> LogitsPlaceholder:
+        if self.is_done:
+            raise SeamError("its forward calls the language-modelling head more than once")
+        hidden_NE, _ = flatten(hidden, self.head.weight if self.is_linear else hidden, self.targets)
+        items = self.items.to(hidden.device) if isinstance(self.items, Tensor) else self.items
+        if self.is_linear:
+            weight, bias = self.head.weight, self.head.bias
+            total, count = summed_cross_entropy(hidden_NE, weight, bias, self.rows, self.stream.logit_map, divisor=items)
+        else:
+            total, count = summed_module_cross_entropy(self.head, self.run, hidden_NE, self.rows, self.stream.logit_map)
+        self.is_done = True
+        loss = mean_of(total, count) if items is None else total / items
+        self.dtype = loss.dtype
+        return LogitsPlaceholder(loss)
+
+    def loss_function(self, logits: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if type(logits) is dict and logits.keys() == {"loss"} and logits["loss"].dtype == self.dtype:
+            # An engine that casts what modules return has made a copy of it.
+            logits = LogitsPlaceholder(logits["loss"])
+        if not isinstance(logits, LogitsPlaceholder) or logits.logit_map != self.stream.logit_map or not self.is_done:
+            raise SeamError("its forward treats the logits differently from when it was enabled; enable it again")
+        return logits["loss"]
+
+    def _vocabulary(self) -> int:
+        # Not by its weight where it can be helped: ZeRO-3 gathers what is read outside of its module's call, for the whole step.
+        size = getattr(self.head, "out_features", None)
+        return self.head.weight.shape[0] if size is None else size
+
+
+def refuse_backward_hooks(head: nn.Module) -> None:
+    """Of a head that is streamed while gradients are computed."""
+    hooks = head._backward_hooks or head._backward_pre_hooks
+    if hooks or _module._global_backward_hooks or _module._global_backward_pre_hooks:
+        raise ValueError(
+            f"a backward hook on {'the language-modelling head' if hooks else 'all modules'} cannot be called: the streamed head "
+            "is differentiated in forward, chunk by chunk, and has no gradient of all logits. Remove the hook, or call "
+            "streamgrad.disable(model)."
+        )
+
+
+def _has_stock_loss(model: Any) -> bool:
+    """Whether the loss is the one the head computes; a user's own function needs logits and gets them."""
+    if model.loss_function is ForCausalLMLoss:
+        return True
+    warnings.warn(
+        f"streamgrad: model.loss_function is {getattr(model.loss_function, '__name__', model.loss_function)!r}, which needs full "
+        "logits; the layers are streamed but the head is not. streamgrad.token_logprobs gives log-probabilities without them.",
+        UserWarning,
+        stacklevel=3,
+    )
+    return False
+
+
+def _refuse_labels_to_be_shifted(model: Any, arguments: dict[str, Any]) -> None:
+    """Where ranks share a sequence, the last token of a slice predicts the first of the next."""
+    if arguments.get("labels") is None or arguments.get("shift_labels") is not None:
+        return
+    if _shares_sequences(model):
+        raise ValueError(
+            "labels cannot be shifted inside the model where ranks share a sequence: the last token of a slice predicts the "
+            "first of the next. Shift the labels of the whole sequence, and pass each rank its slice of them both as labels and "
+            "as shift_labels."
+        )
+
+
+def _shares_sequences(model: Any) -> bool:
+    decoder = model.get_decoder()
+    installed = InstalledForward.on(decoder)
+    return installed is not None and sequence_group(decoder, installed.stream.group) is not None
+
+
+def check_labels(model: Any, arguments: dict[str, Any]) -> None:
+    """One label per token, and none on a token that can see no key."""
+    _refuse_labels_to_be_shifted(model, arguments)
+    tokens = arguments.get("input_ids") if arguments.get("input_ids") is not None else arguments.get("inputs_embeds")
+    labels, shifted = arguments.get("labels"), arguments.get("shift_labels")
+    if tokens is None or not isinstance(labels, Tensor):
+        return
+    if labels.shape != tokens.shape[:2]:
+        raise ValueError(
+            f"labels have shape {tuple(labels.shape)} but the input {tuple(tokens.shape[:2])}: there must be one label per "
+            "token. Pass labels of the input's shape, -100 where nothing is to be predicted; they are shifted inside the model."
+        )
+    mask, ignore_index = arguments.get("attention_mask"), arguments.get("ignore_index", -100)
+    if not isinstance(mask, Tensor) or mask.shape[-1] != tokens.shape[1] or _shares_sequences(model):
+        return  # a mask of another length is refused where it is used, and slices are looked at where they come together
+    predicts_BT = nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index) if shifted is None else shifted
+    predicts_BT = predicts_BT != ignore_index
+    bad = (predicts_BT & rows_without_keys(mask, sliding_window(model.config)).to(predicts_BT.device)).nonzero()
+    if len(bad):
+        row, token = bad[0].tolist()
+        raise ValueError(
+            f"labels[{row}, {token + 1}] would be predicted from token {token}, from which the "
+            f"attention mask hides every key, so that the prediction is noise. Set labels[{row}, {token + 1}] to -100 (with left "
+            "padding: the first real token of each row), or pad on the right."
+        )

@@ -1,0 +1,259 @@
+"""The decoder's forward while streaming: its own code, with every layer call replaced by a streamed one.
+
+Layers are replaced for the duration of one call only. So whatever else patches, wraps or checkpoints them between calls is seen
+as it stands, and a model between calls is the stock model but for the attributes that api.py names.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from streamgrad.attention.backends import Backend, backends_named
+from streamgrad.attention.masks import CausalMask, DenseMask
+from streamgrad.config import StreamConfig
+from streamgrad.engine.host_offload import HostStore
+from streamgrad.engine.kv_chunk import SeamError
+from streamgrad.engine.layer import StreamedCall
+from streamgrad.engine.module_walk import modules_of
+from streamgrad.engine.recurrent_chunk import StatefulCall
+from streamgrad.engine.ulysses import Exchange
+from streamgrad.hf.attention_seam import streamed_attention_in
+from streamgrad.hf.discover import (
+    attention_configs,
+    decoder_layers,
+    foreign_attention,
+    is_stateful,
+    layer_refusals,
+)
+from streamgrad.hf.fusion import Fusion
+from streamgrad.hf.layer_args import LayerArguments
+from streamgrad.hf.mask_seam import layer_mask, with_documents
+from streamgrad.hf.patching import named_arguments, own_forward, signature_of, temporary_attributes
+from streamgrad.hf.sequence_slices import SequenceGroup, Slices, WholeSequences, sequence_group
+from streamgrad.hf.step_plan import HeadCosts, Planner, Sample
+from streamgrad.memory.costs import LayerPolicy
+from streamgrad.memory.planner import Plan
+
+# By the id of the mask a layer was given, which is held as well: no other can come to stand at its address.
+_Masks = dict[int, tuple[object, CausalMask | DenseMask]]
+
+
+@dataclass
+class DecoderStream:
+    """What `enable` leaves on the decoder."""
+
+    config: StreamConfig
+    backends: list[Backend] = field(init=False)
+    planner: Planner = field(init=False)
+    host_store: HostStore = field(default_factory=HostStore)
+    head: Callable[[int], HeadCosts] | None = None  # by tokens, in the call that is under way, where the head is streamed too
+    group: SequenceGroup | None = None  # whose ranks share every sequence
+
+    def __post_init__(self) -> None:
+        self.backends = backends_named(self.config.attention)
+        self.planner = Planner(self.config)
+
+
+def decoder_forward(decoder: Any, stock: Callable[..., Any], stream: DecoderStream, *args: Any, **kwargs: Any) -> Any:
+    """Installed as the decoder's forward by `enable`."""
+    arguments = named_arguments(stock, args, kwargs)
+    group = sequence_group(decoder, stream.group)
+    if group is None and not _should_stream(decoder, stream, arguments):
+        return stock(*args, **kwargs)
+    _refuse_what_needs_whole_layers(decoder, arguments)
+    sequences = WholeSequences(arguments) if group is None else Slices.of(decoder, arguments, group, stream.planner)
+    _drop_cache(sequences.arguments)
+    try:
+        with _streamed_layers(decoder, stream, sequences), sequences.masks():
+            return sequences.output(stock(**sequences.arguments))
+    except SeamError as error:
+        raise ValueError(
+            f"{type(decoder).__name__} cannot be streamed: {error}. Call streamgrad.disable(model) to train it without."
+        ) from error
+
+
+def _should_stream(decoder: Any, stream: DecoderStream, arguments: dict[str, Any]) -> bool:
+    """With a graph, always. Without one, where it saves memory: a long input and no cache to be filled."""
+    if torch.is_grad_enabled():
+        return True
+    tokens = arguments.get("input_ids") if arguments.get("input_ids") is not None else arguments.get("inputs_embeds")
+    use_cache = arguments.get("use_cache")
+    fills_cache = getattr(decoder.config, "use_cache", False) if use_cache is None else use_cache
+    has_cache = arguments.get("past_key_values") is not None
+    wanted = ("output_attentions", "output_router_logits")
+    wants_more = any(arguments.get(name) or getattr(decoder.config, name, False) for name in wanted)
+    is_paged = arguments.get("cache") is not None  # of continuous batching
+    if fills_cache or has_cache or wants_more or is_paged:
+        return False
+    return tokens is not None and tokens.shape[1] > stream.planner.chunk_size(*tokens.shape[:2])
+
+
+def _refuse_what_needs_whole_layers(decoder: Any, arguments: dict[str, Any]) -> None:
+    for name, reason in (
+        ("output_attentions", "attention weights are (T x T) and never exist while streaming"),
+        ("output_router_logits", "a load-balancing loss needs the router logits of all tokens, with their gradient"),
+    ):
+        asked = arguments.get(name)
+        if asked if asked is not None else getattr(decoder.config, name, False):
+            raise ValueError(f"{name}=True cannot be streamed: {reason}. Pass {name}=False, or call streamgrad.disable(model).")
+    cache = arguments.get("past_key_values")
+    if cache is not None and cache.get_seq_length() > 0:
+        raise ValueError(
+            f"past_key_values holds {cache.get_seq_length()} tokens, and gradients through cached keys cannot be streamed. "
+            "Pass the whole sequence without a cache, or call under torch.no_grad()."
+        )
+
+
+def _drop_cache(arguments: dict[str, Any]) -> None:
+    """A cache filled while training would hold every key and value of every layer, with their graph."""
+    if arguments.pop("use_cache", None) or arguments.get("past_key_values") is not None:
+        warnings.warn(
+            "streamgrad: use_cache=True is ignored while gradients are computed; no past_key_values are returned.",
+            UserWarning,
+            stacklevel=3,
+        )
+    arguments.pop("past_key_values", None)
+    arguments["use_cache"] = False
+
+
+@contextmanager
+def _streamed_layers(decoder: Any, stream: DecoderStream, sequences: WholeSequences) -> Iterator[None]:
+    layers = decoder_layers(decoder)
+    call = _DecoderCall(decoder, layers, stream, sequences)
+    with ExitStack() as restore:
+        rest = modules_of(decoder, but_for=layers)
+        configs = attention_configs(rest)
+        for reason in foreign_attention(configs, layers[0]):
+            raise SeamError(reason)
+        restore.enter_context(streamed_attention_in(configs))
+        restore.enter_context(Fusion(rest, mode=stream.config.compile).installed())
+        forwards = [(layer, "forward", call.streamed_forward(index)) for index, layer in enumerate(layers)]
+        # A streamed layer already recomputes itself; checkpointing around it would run it a third time.
+        checkpointed = [layer for layer in layers if getattr(layer, "gradient_checkpointing", False)]
+        restore.enter_context(temporary_attributes(forwards))
+        restore.enter_context(temporary_attributes((layer, "gradient_checkpointing", False) for layer in checkpointed))
+        yield
+
+
+class _DecoderCall:
+    """What the layers of one call share: masks, most of which are the same, and the plan."""
+
+    def __init__(self, decoder: Any, layers: list[nn.Module], stream: DecoderStream, sequences: WholeSequences) -> None:
+        self.decoder, self.layers, self.stream, self.sequences = decoder, layers, stream, sequences
+        self.forwards = [own_forward(layer) for layer in layers]  # which are about to be replaced
+        self.masks: _Masks = {}
+        self.plan: Plan | None = None
+
+    def streamed_forward(self, index: int) -> Callable[..., Tensor | tuple[Tensor]]:
+        """The forward of layer `index`, streamed."""
+        layer = self.layers[index]
+
+        def streamed(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
+            # Not before the call: while a layer's modules are looked at, the device computes the one before.
+            modules = modules_of(layer)
+            for reason in (*layer_refusals(modules), *foreign_attention(attention_configs(modules), layer)):
+                raise SeamError(reason)
+            h_BTE, arguments = LayerArguments.bind(self.forwards[index], args, kwargs)
+            run, stateful = self._run(modules, arguments), is_stateful(modules)
+            if stateful:
+                _refuse_for_states(arguments, self.sequences.exchange)
+            mask = None if stateful else self._mask(arguments, h_BTE)
+            plan = self._plan(h_BTE, Sample(layer, run, mask), lambda parameters: self._other_kinds(parameters, args, kwargs))
+            call = (StatefulCall if stateful else StreamedCall)(
+                layer=layer,
+                run=run,
+                mask=mask,
+                backends=self.stream.backends,
+                # Dealt tokens lie in the order of their chunks, whatever a plan might find better.
+                chunk_size=self.sequences.exchange.chunk_size or plan.chunk_sizes[index],
+                policy=plan.policies[index],
+                host_store=self.stream.host_store,
+                exchange=self.sequences.exchange,
+            )
+            out_BTE = call(h_BTE)
+            return (out_BTE,) if arguments.returns_tuple else out_BTE
+
+        return streamed
+
+    def _run(self, modules: list[nn.Module], arguments: LayerArguments) -> Callable[[Tensor, Any], Tensor]:
+        configs, fusion = attention_configs(modules), Fusion(modules, mode=self.stream.config.compile)
+
+        def run(h_BLE: Tensor, chunk: Any) -> Tensor:
+            with streamed_attention_in(configs), fusion.installed():
+                return arguments.run(h_BLE, chunk)
+
+        return run
+
+    def _other_kinds(self, parameters: list[list[nn.Parameter]], args: tuple, kwargs: dict[str, Any]) -> Iterator[Sample]:
+        """A layer of each kind but the first's, by class and sizes, with what the first layer was called with, but for its mask.
+
+        None where an engine has the parameters of a layer elsewhere until it is called, or where it takes other arguments.
+        """
+        if isinstance(self.layers[0], FSDPModule) or any(hasattr(p, "ds_id") for p in parameters[0]):
+            return
+        kinds = [(type(layer), *(p.shape for p in own)) for layer, own in zip(self.layers, parameters, strict=True)]
+        seen, names = {kinds[0]}, list(signature_of(self.forwards[0]).parameters)
+        for layer, forward, kind in zip(self.layers, self.forwards, kinds, strict=True):
+            if kind not in seen and list(signature_of(forward).parameters) == names:
+                seen.add(kind)
+                modules = modules_of(layer)
+                h_BTE, arguments = LayerArguments.bind(forward, args, kwargs)
+                arguments.attention_mask = None
+                mask = None if is_stateful(modules) else self.sequences.mask(_mask_of(arguments, h_BTE.shape[1], h_BTE.shape[1]))
+                yield Sample(layer, self._run(modules, arguments), mask)
+
+    def _mask(self, arguments: LayerArguments, h_BTE: Tensor) -> CausalMask | DenseMask:
+        given = arguments.attention_mask
+        if id(given) not in self.masks:
+            chunk_size = self.stream.planner.chunk_size(*h_BTE.shape[:2])
+            self.masks[id(given)] = given, self.sequences.mask(_mask_of(arguments, h_BTE.shape[1], chunk_size))
+        return self.masks[id(given)][1]
+
+    def _plan(self, h_BTE: Tensor, first: Sample, others: Callable[..., Iterator[Sample]]) -> Plan:
+        if self.plan is None:
+            planner, stream = self.stream.planner, self.stream
+            if torch.is_grad_enabled():
+                self.plan = planner.plan(
+                    self.decoder,
+                    self.layers,
+                    h_BTE,
+                    first,
+                    others,
+                    stream.backends,
+                    stream.head,
+                    stream.host_store,
+                    self.sequences.exchange,
+                )
+            else:
+                layers, chunk_size = len(self.layers), planner.chunk_size(*h_BTE.shape[:2])
+                self.plan = Plan((LayerPolicy("input"),) * layers, (chunk_size,) * layers, 0.0, 0.0)
+        return self.plan
+
+
+def _refuse_for_states(arguments: LayerArguments, exchange: Exchange) -> None:
+    if exchange.ranks > 1:
+        raise SeamError("some of its layers hand a state from token to token, and ranks share its sequences")
+    for name in ("cu_seq_lens_q", "seq_idx"):
+        if arguments.others.get(name) is not None:
+            raise SeamError(f"it was called with {name}, and states of layers that begin anew inside of a sequence are not known")
+    mask = arguments.attention_mask
+    if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
+        raise SeamError(
+            f"its layers with states are given a {type(mask).__name__} as their mask, and not which tokens are padding"
+        )
+
+
+def _mask_of(arguments: LayerArguments, length: int, chunk_size: int) -> CausalMask | DenseMask:
+    mask = layer_mask(arguments.attention_mask, length, chunk_size=chunk_size)
+    boundaries = arguments.others.get("cu_seq_lens_q")
+    if boundaries is not None and isinstance(mask, CausalMask):
+        return with_documents(mask, boundaries, length)
+    return mask

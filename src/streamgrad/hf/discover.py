@@ -1,0 +1,231 @@
+"""Finding the parts of a Hugging Face model that are streamed, and refusing, by name and with the reason, what cannot be.
+
+What is checked here is known before any work. What only shows when a layer runs (it goes around a seam, or takes an argument
+that cannot be cut) raises `SeamError` there, so nothing is ever run wrongly.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from streamgrad.engine.module_walk import modules_of
+from streamgrad.hf.layer_args import CACHE_NAMES, cache_argument
+from streamgrad.hf.patching import own_forward
+
+# Rotary embeddings whose frequencies follow the longest position they are shown: a chunk would show them its own.
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_TOKEN_MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.modules.batchnorm._BatchNorm)
+# Layers whose memory of earlier tokens is a state (`engine.recurrent_chunk`), in transformers' names.
+_STATEFUL_LAYER_TYPES = {"linear_attention", "conv"}
+_STREAMABLE_LAYER_TYPES = {"full_attention", "sliding_attention", *_STATEFUL_LAYER_TYPES}
+
+
+def unwrap(model: Any) -> PreTrainedModel:
+    """The Hugging Face model inside PEFT, DDP, FSDP, DeepSpeed or torch.compile wrappers."""
+    inner: Any = model
+    while isinstance(inner, nn.Module) and not isinstance(inner, PreTrainedModel):
+        if hasattr(inner, "get_base_model"):  # peft.PeftModel
+            inner = inner.get_base_model()  # type: ignore[operator]
+        elif isinstance(getattr(inner, "_orig_mod", None), nn.Module):  # torch.compile
+            inner = inner._orig_mod
+        elif isinstance(getattr(inner, "module", None), nn.Module):  # DDP, FSDP, DeepSpeed
+            inner = inner.module
+        else:
+            break
+    if not isinstance(inner, PreTrainedModel):
+        raise TypeError(
+            f"model is a {type(model).__name__}, and streamgrad streams Hugging Face models. Pass a transformers.PreTrainedModel "
+            "such as AutoModelForCausalLM.from_pretrained(...) returns, or a PEFT, DDP, FSDP or DeepSpeed wrapper of one."
+        )
+    return inner
+
+
+def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """The module whose forward runs the decoder layers, after checking that these can be streamed."""
+    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} cannot be streamed: it is an encoder-decoder. Pass a decoder-only causal language model.")
+    if (getattr(model, "tp_size", None) or 1) > 1:
+        raise ValueError(
+            f"{name} cannot be streamed: it was loaded with tensor parallelism (tp_size={model.tp_size}), whose modules reduce "
+            "gradients of their own, once a chunk. Share sequences by streamgrad.parallel, or parameters by FSDP2 or ZeRO-3."
+        )
+    decoder = model.get_decoder()
+    layers = decoder_layers(decoder)
+    if not layers:
+        raise ValueError(
+            f"{name} cannot be streamed: {type(decoder).__name__}, which get_decoder() returns, has no list of decoder layers."
+        )
+    for reason in _refusals(decoder, layers, config):
+        raise ValueError(f"{name} cannot be streamed: {reason}.")
+    return decoder
+
+
+def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
+    """The layers as they stand now, each once: adapters replicate layers and users remove some."""
+    config = getattr(decoder, "config", None)
+    count = getattr(config, "num_hidden_layers", None)
+    lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList) and len(child)]
+    exact = [child for child in lists if len(child) == count]
+    return list(dict.fromkeys((exact or lists or [nn.ModuleList()])[0]))
+
+
+def layer_refusals(modules: list[nn.Module]) -> Iterator[str]:
+    """Of a layer and the modules in it: what mixes tokens outside of attention, or depends on a whole sequence where it would be
+    shown a chunk.
+
+    And what an engine gathers in parts: it would do so once a chunk, and each rank has its own number of those.
+    """
+    layer, stateful = modules[0], is_stateful(modules)
+    for module in modules:
+        own = module.__dict__
+        reason = _class_refusal(type(module))  # type: ignore[arg-type]
+        if stateful and isinstance(module, nn.Conv1d):
+            continue  # what it sees of earlier tokens is a state
+        if reason is not None and (module is not layer or not isinstance(module, FSDPModule)):
+            yield reason.format(place=_place(layer, module), layer=type(layer).__name__)
+        if follows_length(module):
+            yield (
+                f"{_place(layer, module)} is inside the layer and depends on the sequence length ({module.rope_type} rotary "
+                "embedding)"
+            )
+        variants = own.get("lora_variant")
+        if isinstance(variants, dict) and any("ALora" in getattr(v, "__name__", str(v)) for v in variants.values()):
+            yield f"{_place(layer, module)} is an activated LoRA (aLoRA), whose offsets count from the end of the whole sequence"
+        if parametrize._cache_enabled and "parametrizations" in module._modules:
+            yield f"{_place(layer, module)} is parametrized, and what parametrize.cached() keeps has no graph; leave cached() out"
+        if module is not layer and "ds_id" in own:
+            yield (
+                f"ZeRO-3 gathers the parameters of {type(layer).__name__} module by module; so that a layer is gathered as a "
+                "whole, call streamgrad.parallel.make_zero3_leaves(model) before deepspeed.initialize or accelerator.prepare"
+            )
+
+
+def is_stateful(modules: list[nn.Module]) -> bool:
+    """Of a layer's modules: whether they hand a state from token to token, in the place of attention."""
+    names = {module.__dict__.get(name) for module in modules for name in ("layer_type", "block_type")}
+    return not names.isdisjoint(_STATEFUL_LAYER_TYPES)
+
+
+def has_states(decoder: nn.Module) -> bool:
+    """Whether some of its layers have states."""
+    return any(is_stateful(modules_of(layer)) for layer in decoder_layers(decoder))
+
+
+def _place(layer: nn.Module, module: nn.Module) -> str:
+    path = next(path for path, inner in layer.named_modules() if inner is module)
+    return f"{type(layer).__name__}.{path}"
+
+
+@functools.lru_cache(maxsize=1024)
+def _class_refusal(kind: type) -> str | None:
+    """Why no module of this class may be inside a layer; `{place}` and `{layer}` are its path and the layer's class."""
+    if issubclass(kind, _TOKEN_MIXERS):
+        return f"{{place}} is a {kind.__name__}, which mixes tokens outside of attention"
+    if any(base.__name__ == "LilyLayer" for base in kind.__mro__):
+        return "{place} is a Lily adapter, whose router averages over all tokens"
+    if any(base.__name__ == "CheckpointWrapper" for base in kind.__mro__):
+        return "CheckpointWrapper is around its layers or inside them; leave it out, as streamed layers are run again anyway"
+    if issubclass(kind, FullyShardedDataParallel):
+        return "its layers are wrapped by FullyShardedDataParallel, which gathers at every call; use FSDP2 (fully_shard)"
+    if issubclass(kind, FSDPModule):
+        return "fully_shard was applied to modules inside {layer}; apply it to {layer} as a whole"
+    return None
+
+
+def attention_configs(modules: list[nn.Module]) -> list[Any]:
+    """The configurations that say which attention is used: most often one and the same; replicated layers may hold copies."""
+    configs = {id(config): config for module in modules if (config := module.__dict__.get("config")) is not None}
+    return [config for config in configs.values() if hasattr(config, "_attn_implementation_internal")]
+
+
+def foreign_attention(configs: list[Any], layer: nn.Module) -> Iterator[str]:
+    """Why attention is not transformers' own, which the streamed one equals, or that of the model's own file."""
+    for name in {config._attn_implementation_internal for config in configs} - {None}:
+        if name == "sdpa" and F.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention:
+            yield (
+                "torch.nn.functional.scaled_dot_product_attention has been replaced, as torch's context_parallel does, and "
+                "streamed attention would not call what is in its place; streamgrad.parallel shares sequences between ranks"
+            )
+        functions = [interface.get(name) for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)]
+        files = {"transformers", "streamgrad", "deepspeed"}  # whose Ulysses is known (`dealing`)
+        if name == "eager":
+            calls = [type(module).forward for module in modules_of(layer)]
+            calls = [forward for forward in calls if "eager_attention_forward" in getattr(forward, "__globals__", ())]
+            functions += [forward.__globals__["eager_attention_forward"] for forward in calls]
+            files |= {forward.__module__.partition(".")[0] for forward in calls}
+        for function in functions:
+            origin = getattr(_unwrapped(function), "__module__", None)
+            if function is not None and (origin or "").partition(".")[0] not in files:
+                yield (
+                    f"its attention, {name!r}, has a function of {origin} in place of transformers' own, which is all that is "
+                    "streamed; put that back, with model.set_attn_implementation('sdpa') where the name is your own"
+                )
+
+
+def _unwrapped(function: Any) -> Any:
+    return _unwrapped(function.func) if isinstance(function, functools.partial) else function
+
+
+def follows_length(module: nn.Module) -> bool:
+    """Whether it is a rotary embedding whose frequencies follow the longest position that it is shown."""
+    kinds = module.__dict__.get("rope_type")
+    if kinds is None:
+        return False
+    return any(kind in _LENGTH_DEPENDENT_ROPE for kind in (kinds.values() if isinstance(kinds, dict) else (kinds,)))
+
+
+def _refusals(decoder: Any, layers: list[nn.Module], config: Any) -> Iterator[str]:
+    """Why the decoder cannot be streamed exactly, the most telling reason first."""
+    kinds = set(getattr(config, "layer_types", None) or ()) - _STREAMABLE_LAYER_TYPES
+    if kinds:
+        yield (
+            f"it has layers of type {', '.join(sorted(kinds))}, and only full, sliding-window and linear attention and "
+            "convolutions are streamed"
+        )
+    for layer in layers:
+        yield from layer_refusals(modules_of(layer))
+    with_attention = [layer for layer in layers if not is_stateful(modules_of(layer))]
+    if not isinstance(decoder, PreTrainedModel) or not (
+        getattr(decoder, "_supports_attention_backend", False) or all(map(_looks_attention_up, with_attention))
+    ):
+        yield "its attention does not go through transformers' AttentionInterface"
+    yield from foreign_attention(attention_configs(modules_of(decoder, but_for=layers)), layers[0])
+    heads, key_heads = (getattr(config, f"num_{name}_heads", None) for name in ("attention", "key_value"))
+    if isinstance(heads, int) and isinstance(key_heads, int) and (key_heads < 1 or heads % key_heads):
+        yield f"its {heads} query heads cannot share {key_heads} key/value heads evenly"
+    if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
+        yield "its configuration asks for bidirectional attention"
+    if getattr(config, "output_router_logits", False):
+        yield (
+            "its configuration sets output_router_logits, and a load-balancing loss needs the router logits of all tokens with "
+            "their gradient; set config.output_router_logits = False"
+        )
+    for layer in layers:
+        if cache_argument(own_forward(layer)) is None:
+            yield f"{type(layer).__name__} takes no key/value cache (none of {', '.join(CACHE_NAMES)})"
+
+
+def _looks_attention_up(layer: nn.Module) -> bool:
+    """In transformers' table of attention functions, by the code of its modules: not all models that do say so."""
+    calls = [inspect.unwrap(type(module).forward) for module in modules_of(layer)]
+    return any("ALL_ATTENTION_FUNCTIONS" in call.__code__.co_names for call in calls if hasattr(call, "__code__"))
+
+
+def sliding_window(config: Any) -> int | None:
+    """The window of the model's sliding-attention layers, if it has any."""
+    config = config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None)
+    return getattr(config, "sliding_window", None) if kinds is None or "sliding_attention" in kinds else None

@@ -1,0 +1,305 @@
+"""Fused norms, gated activations and rotary embeddings in place of transformers' own, for the duration of one layer call.
+
+A module is recognised by its code: its class's forward must have the very bytecode of one of the functions below, as written in
+dozens of transformers' families. Nothing else is touched: a forward that is written differently, is wrapped, or was patched by
+another library (Liger, kernels from the hub) runs as it stands.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as _module
+from transformers import activations
+
+from streamgrad.hf.patching import temporary_attributes
+from streamgrad.ops.fused import Norm, gated, rms_norm, rotary
+
+# A program may have put its own in their place.
+_LINEAR = nn.Linear, nn.Linear.forward, nn.Module.__call__
+
+
+class Fusion:
+    """The fused parts among some modules, say those of one layer, as they stand now."""
+
+    def __init__(self, modules: Iterable[nn.Module], *, mode: str) -> None:
+        """`mode` is `StreamConfig.compile`: "auto" fuses 16-bit values on CUDA, "on" all values, "off" none."""
+        self._wants = functools.partial(_wants, mode)
+        self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
+        self._rotary_globals: dict[int, dict[str, Any]] = {}
+        for module in modules if mode != "off" else ():
+            forward = type(module).forward
+            if "forward" in module.__dict__:
+                continue
+            fused = _fused_forward(module, forward, self._wants)
+            if fused is not None:
+                self._forwards.append((module, fused))
+            # Looked up by name in the file that defines the attention module.
+            if "apply_rotary_pos_emb" in getattr(getattr(forward, "__code__", None), "co_names", ()):
+                names = forward.__globals__
+                if id(names) not in self._rotary_globals and _is_known_rotary(_stock_rotary(names)):
+                    self._rotary_globals[id(names)] = names
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Within the block, the recognised parts run fused."""
+        with ExitStack() as restore:
+            restore.enter_context(temporary_attributes((module, "forward", forward) for module, forward in self._forwards))
+            for names in self._rotary_globals.values():
+                restore.enter_context(_RotarySwitch.on(names, self._wants))
+            yield
+
+
+def _wants(mode: str, *tensors: Tensor) -> bool:
+    """All of one floating dtype, and of one that is worth it. Autocast leaves 16-bit values as they are here."""
+    first = tensors[0]
+    in_16_bits = first.dtype.itemsize == 2
+    if any(tensor.dtype != first.dtype for tensor in tensors):
+        return False
+    if torch.is_autocast_enabled(first.device.type) and not in_16_bits:
+        return False
+    return mode == "on" or (first.is_cuda and in_16_bits)
+
+
+class _RotarySwitch:
+    """Stands for `apply_rotary_pos_emb` in one file of transformers while any thread runs a layer with it fused.
+
+    It is fused for the threads that asked for it, and the stock function for all others; the last one out puts that back.
+    """
+
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self._names, self._stock, self._users = names, names["apply_rotary_pos_emb"], 0
+        self._here = threading.local()
+
+    @classmethod
+    @contextmanager
+    def on(cls, names: dict[str, Any], wants: Callable[..., bool]) -> Iterator[None]:
+        with cls._lock:
+            current = names["apply_rotary_pos_emb"]
+            switch = names["apply_rotary_pos_emb"] = current if isinstance(current, cls) else cls(names)
+            switch._users += 1
+        before = getattr(switch._here, "wants", None)
+        switch._here.wants = wants
+        try:
+            yield
+        finally:
+            switch._here.wants = before
+            with cls._lock:
+                switch._users -= 1
+                if not switch._users and names["apply_rotary_pos_emb"] is switch:
+                    names["apply_rotary_pos_emb"] = switch._stock
+
+    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+        wants = getattr(self._here, "wants", None)
+        same_for_all_heads = cos.dim() == 3 and unsqueeze_dim == 1 and cos.shape == sin.shape == (*cos.shape[:2], q.shape[-1])
+        needs_gradient = cos.requires_grad or sin.requires_grad
+        if wants is None or needs_gradient or not same_for_all_heads or not wants(q, k, cos, sin):
+            return self._stock(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        return rotary(q, k, cos, sin)
+
+
+def _stock_rotary(names: dict[str, Any]) -> Any:
+    found = names.get("apply_rotary_pos_emb")
+    return found._stock if isinstance(found, _RotarySwitch) else found
+
+
+def _is_known_rotary(function: Any) -> bool:
+    halves = getattr(function, "__globals__", {}).get("rotate_half")
+    return _same_code(function, _apply_rotary) and function.__defaults__ == (1,) and _same_code(halves, _rotate_half)
+
+
+def _fused_forward(module: Any, forward: Any, wants: Callable[..., bool]) -> Callable[[Tensor], Tensor] | None:
+    """What may run in place of `forward`, a module's own, or None where that is not known."""
+    form = _form_of(forward)
+    if form is None:
+        return None
+    stock = types.MethodType(forward, module)
+    if form == "gemma norm":
+        if not _same_code(getattr(type(module), "_norm", None), _gemma_norm_helper):
+            return None
+        return _fused_norm(module, Norm(module.eps, weight_offset=1.0), stock, wants)
+    if form == "norm":
+        return _fused_norm(module, Norm(module.variance_epsilon), stock, wants)
+    activation = _activation_of(module)
+    if activation is None:
+        return None
+    return (_fused_joint_mlp if form == "joint mlp" else _fused_mlp)(module, activation, stock, wants)
+
+
+@functools.lru_cache(maxsize=1024)
+def _form_of(forward: Any) -> str | None:
+    """By the function itself: a class whose forward is replaced is looked at again."""
+    for reference, form in _FORMS.items():
+        if _same_code(forward, reference):
+            return form
+    return None
+
+
+def _same_code(function: Any, reference: Any) -> bool:
+    """Whether two functions do the same, by the same instructions on the same names and constants."""
+    code, other = getattr(function, "__code__", None), reference.__code__
+    if code is None or getattr(function, "__closure__", None):
+        return False
+    return (code.co_code, code.co_names, _constants(code)) == (other.co_code, other.co_names, _constants(other))
+
+
+def _constants(code: types.CodeType) -> tuple:
+    """Without the docstring, or the None that stands for it up to Python 3.13."""
+    consts = code.co_consts
+    return consts[1:] if consts and (consts[0] is None or isinstance(consts[0], str)) else consts
+
+
+# --- What is recognised. These functions are compared with, and never called. ---------------------------------------------
+
+
+def _llama_norm(self: Any, hidden_states: Any) -> Any:
+    input_dtype = hidden_states.dtype
+    hidden_states = hidden_states.to(torch.float32)
+    variance = hidden_states.pow(2).mean(-1, keepdim=True)
+    hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+    return self.weight * hidden_states.to(input_dtype)
+
+
+def _olmo_norm(self: Any, hidden_states: Any) -> Any:
+    input_dtype = hidden_states.dtype
+    hidden_states = hidden_states.to(torch.float32)
+    variance = hidden_states.pow(2).mean(-1, keepdim=True)
+    hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+    return (self.weight * hidden_states).to(input_dtype)
+
+
+def _gemma_norm(self: Any, x: Any) -> Any:
+    output = self._norm(x.float())
+    output = output * (1.0 + self.weight.float())
+    return output.type_as(x)
+
+
+def _gemma_norm_helper(self: Any, x: Any) -> Any:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+def _gated_mlp(self: Any, x: Any) -> Any:
+    down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+    return down_proj
+
+
+def _gated_mlp_in_one_line(self: Any, hidden_state: Any) -> Any:
+    return self.down_proj(self.act_fn(self.gate_proj(hidden_state)) * self.up_proj(hidden_state))
+
+
+def _joint_gated_mlp(self: Any, hidden_states: Any) -> Any:
+    up_states = self.gate_up_proj(hidden_states)
+    gate, up_states = up_states.chunk(2, dim=-1)
+    up_states = up_states * self.activation_fn(gate)
+    return self.down_proj(up_states)
+
+
+_FORMS = {
+    _llama_norm: "norm",
+    _olmo_norm: "norm",
+    _gemma_norm: "gemma norm",
+    _gated_mlp: "mlp",
+    _gated_mlp_in_one_line: "mlp",
+    _joint_gated_mlp: "joint mlp",
+}
+
+
+def _rotate_half(x: Any) -> Any:
+    """As there: a docstring has a part in the code of a function."""
+    x1 = x[..., : x.shape[-1] // 2]
+    x2 = x[..., x.shape[-1] // 2 :]
+    return torch.cat((-x2, x1), dim=-1)
+
+
+def _apply_rotary(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+    """As there: a docstring has a part in the code of a function."""
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_embed = (q * cos) + (rotate_half(q) * sin)  # type: ignore[name-defined]  # noqa: F821
+    k_embed = (k * cos) + (rotate_half(k) * sin)  # type: ignore[name-defined]  # noqa: F821
+    return q_embed, k_embed
+
+
+# --- What runs instead ----------------------------------------------------------------------------------------------------
+
+
+def _fused_norm(
+    module: Any, norm: Norm, stock: Callable[[Tensor], Tensor], wants: Callable[..., bool]
+) -> Callable[[Tensor], Tensor] | None:
+    if not isinstance(norm.eps, float):
+        return None
+
+    def forward(x: Tensor) -> Tensor:
+        weight = module.weight
+        return rms_norm(x, weight, norm) if weight.shape == x.shape[-1:] and wants(x, weight) else stock(x)
+
+    return forward
+
+
+def _fused_mlp(
+    module: Any, activation: str, stock: Callable[[Tensor], Tensor], wants: Callable[..., bool]
+) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        if not wants(x):
+            return stock(x)
+        consumed = _nobody_watches(module.gate_proj) and _nobody_watches(module.up_proj)
+        return module.down_proj(gated(module.gate_proj(x), module.up_proj(x), activation, consumed=consumed))
+
+    return forward
+
+
+def _fused_joint_mlp(
+    module: Any, activation: str, stock: Callable[[Tensor], Tensor], wants: Callable[..., bool]
+) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        if not wants(x):
+            return stock(x)
+        gate, up = module.gate_up_proj(x).chunk(2, dim=-1)
+        return module.down_proj(gated(gate, up, activation, consumed=_nobody_watches(module.gate_up_proj)))
+
+    return forward
+
+
+def _nobody_watches(module: nn.Module) -> bool:
+    """Whether a linear map's output is in nobody's hands but the caller's: no hook or mode saw it, and its class keeps none."""
+    hooks = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks or _module._global_forward_hooks
+    watched = hooks or torch._C._len_torch_function_stack()
+    as_torch_has_it = (type(module), nn.Linear.forward, nn.Module.__call__) == _LINEAR and "forward" not in module.__dict__
+    return as_torch_has_it and not watched
+
+
+def _activation_of(module: nn.Module) -> str | None:
+    """Its name in `streamgrad.ops.fused.ACTIVATIONS`; None for another one, and for one that hooks watch."""
+    activation: Any = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
+    kind = type(activation)
+    if kind not in _ACTIVATION_NAMES or kind.__dict__["forward"] is not _ACTIVATION_FORWARDS[kind]:
+        return None
+    if "forward" in activation.__dict__:
+        return None
+    hooks = (activation._forward_hooks, activation._forward_pre_hooks, activation._backward_hooks, activation._backward_pre_hooks)
+    if any(hooks) or _module._has_any_global_hook():
+        return None
+    if kind is nn.GELU:
+        return "gelu" if activation.approximate == "none" else "gelu_tanh"
+    return _ACTIVATION_NAMES[kind]
+
+
+_ACTIVATION_NAMES: dict[type, str] = {
+    nn.SiLU: "silu",
+    nn.GELU: "gelu",  # or gelu_tanh
+    activations.SiLUActivation: "silu",
+    activations.GELUActivation: "gelu",
+    activations.GELUTanh: "gelu_tanh",
+    activations.NewGELUActivation: "gelu_tanh",
+}
+# A program may put its own in their place.
+_ACTIVATION_FORWARDS = {kind: kind.__dict__["forward"] for kind in _ACTIVATION_NAMES}

@@ -1,0 +1,93 @@
+"""The arguments of a decoder layer, cut to one chunk of the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamgrad.engine.kv_chunk import Chunk, SeamError
+from streamgrad.engine.recurrent_chunk import StateChunk
+from streamgrad.hf.patching import named_arguments, signature_of
+
+CACHE_NAMES = ("past_key_values", "layer_past", "past_key_value", "cache_params")
+
+# The axis of each per-token argument that runs over the sequence.
+_TOKEN_AXIS = {"position_ids": -1, "position_embeddings": -2, "cache_position": 0, "seq_idx": -1, "attention_mask": -1}
+# Arguments about the batch as a whole.
+_WHOLE = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch", "ignore_index", "shift_labels"}
+
+
+@dataclass
+class LayerArguments:
+    """One call `layer(hidden_states, **others)`; `run` makes the same call on a chunk.
+
+    The hidden states themselves are not held: backward keeps this object, and they may have been moved off the device by then.
+    """
+
+    forward: Callable[..., Any]
+    attention_mask: Any
+    others: dict[str, Any]
+    cache_name: str
+    returns_tuple: bool = False
+
+    @classmethod
+    def bind(cls, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, LayerArguments]:
+        """The hidden states of the call, and everything else."""
+        names = signature_of(forward).parameters
+        values = named_arguments(forward, args, kwargs)
+        if len(values) < len(args) + len(kwargs):
+            raise SeamError("its layers take unnamed positional arguments")
+        cache_name = cache_argument(forward)
+        if cache_name is None:
+            raise SeamError(f"its layers take no key/value cache (none of {', '.join(CACHE_NAMES)})")
+        hidden_states = values.pop(next(iter(names)))
+        attention_mask = values.pop("attention_mask", None)
+        values.pop(cache_name, None)
+        values.pop("use_cache", None)
+        for name, value in values.items():
+            _check_argument(name, value)
+        return hidden_states, cls(forward, attention_mask, values, cache_name)
+
+    def run(self, h_BLE: Tensor, chunk: Chunk | StateChunk) -> Tensor:
+        """The layer's hidden states for one chunk; a layer that wraps them in a 1-tuple is unwrapped."""
+        others = {name: _cut(name, value, chunk.start, chunk.stop) for name, value in self.others.items()}
+        # Layers without attention are given which tokens are padding, (B, T), and set these to zero.
+        mask = chunk if isinstance(chunk, Chunk) else _cut("attention_mask", self.attention_mask, chunk.start, chunk.stop)
+        out = self.forward(h_BLE, attention_mask=mask, **{self.cache_name: chunk}, **others)
+        if isinstance(out, tuple):
+            if len(out) != 1:
+                raise SeamError(f"its layers return {len(out)} values, and only hidden states can be streamed")
+            out, self.returns_tuple = out[0], True
+        if not isinstance(out, Tensor) or out.shape[:2] != h_BLE.shape[:2]:
+            raise SeamError("its layers do not return one hidden state per token")
+        return out
+
+
+def cache_argument(forward: Callable[..., Any]) -> str | None:
+    """The name under which a layer takes its key/value cache."""
+    names = signature_of(forward).parameters
+    return next((name for name in CACHE_NAMES if name in names), None)
+
+
+def _check_argument(name: str, value: Any) -> None:
+    """Refuse what could carry a gradient or a per-token value that would be cut wrongly."""
+    tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    if any(tensor.requires_grad for tensor in tensors):
+        raise SeamError(f"its layers take {name}, which needs a gradient that a streamed layer would not give it")
+    if tensors and name not in _TOKEN_AXIS and name not in _WHOLE:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise SeamError(f"its layers take {name} of shape {shapes}, and how to cut it into chunks is not known")
+
+
+def _cut(name: str, value: Any, start: int, stop: int) -> Any:
+    axis = _TOKEN_AXIS.get(name)
+    if axis is None or value is None:
+        return value
+    if isinstance(value, Tensor):
+        is_whole = start == 0 and stop == value.shape[axis]
+        return value if is_whole else value.narrow(axis, start, stop - start)
+    return type(value)(_cut(name, item, start, stop) for item in value)

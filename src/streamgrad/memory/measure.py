@@ -1,0 +1,192 @@
+"""What one layer costs, measured by running it forward and backward on its first few tokens.
+
+Nothing of the runs remains: graphs are dropped, no parameter gets a gradient, and the generators stand where they stood.
+
+Shapes: B batch, L tokens, E model width, G key/value heads, S keys, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streamgrad.engine.kv_chunk import Chunk, KeyValueStream
+from streamgrad.engine.module_walk import trainable_parameters
+from streamgrad.engine.recurrent_chunk import StateChunk, StateStream
+from streamgrad.engine.replay import Autocast
+from streamgrad.engine.ulysses import ALONE, Exchange
+from streamgrad.memory.costs import LayerCosts
+from streamgrad.memory.live_bytes import LiveBytes
+from streamgrad.ops.accumulate import accumulator_dtype
+
+PROBED_TOKENS = 256
+
+
+def measured_costs(
+    layer: nn.Module,
+    run: Callable[[Tensor, Any], Tensor],
+    mask: object,
+    backends: list,
+    h_BTE: Tensor,
+    exchange: Exchange = ALONE,
+    *,
+    stateful: bool = False,
+) -> LayerCosts:
+    """Of the layer whose chunks `run` computes (see `StreamedCall`), on the first tokens of `h_BTE`."""
+    # Scans over states work on blocks of 64 to 256 tokens, which they fill up: of fewer, two lengths would differ by nothing.
+    wanted = 2 * PROBED_TOKENS if stateful else PROBED_TOKENS
+    tokens = min(wanted, h_BTE.shape[1])
+    trial = _Trial(layer, run, mask, backends, exchange, stateful)
+    counted = trial(h_BTE[:, :tokens])
+    states = counted.states
+    if tokens > 1 and (tokens == wanted or not stateful):
+        # The difference of two lengths: what does not grow with tokens, as weights that autocast has cast, is no cost of a token.
+        counted = counted.less(trial(h_BTE[:, : tokens // 2]))
+        tokens -= tokens // 2
+    count = h_BTE.shape[0] * tokens
+    trainable = trainable_parameters(layer)
+    return LayerCosts(
+        input=counted.input / count,
+        keys_and_values=counted.keys_and_values / count,
+        key_sums=counted.key_sums / count,
+        attention=counted.attention / count,
+        # An ordinary graph saves keys and values too, which chunks leave to the stream.
+        graph=(counted.input + counted.saved + counted.keys_and_values) / count,
+        widest=(counted.peak - counted.keys_and_values) / count,
+        # Without keys and values, and without their gradients.
+        at_attention=(counted.at_attention - 2 * counted.keys_and_values) / count,
+        gradients=sum(parameter.nbytes for parameter in trainable),
+        gradient_sums=sum(parameter.numel() * accumulator_dtype(parameter.dtype).itemsize for parameter in trainable),
+        largest_gradient=max((parameter.nbytes for parameter in trainable), default=0),
+        states=states / h_BTE.shape[0],
+    )
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """Bytes in one trial."""
+
+    input: int
+    keys_and_values: int
+    key_sums: int
+    attention: int
+    states: int
+    saved: int  # by the graph, beside its input and the layer's weights
+    peak: int  # of what was made on the way
+    at_attention: int  # alive when attention's backward had run
+
+    def less(self, other: _Counted) -> _Counted:
+        return _Counted(**{name: max(0, count - getattr(other, name)) for name, count in vars(self).items()})
+
+
+class _WatchedStream(KeyValueStream):
+    """One that is longer than the chunk, as in a sequence of chunks; it notes what is alive when gradients are deposited."""
+
+    def __init__(self, length: int, live: LiveBytes) -> None:
+        super().__init__(length)
+        self._live = live
+        self.bytes_at_deposit = 0
+
+    def deposit(self, first: int, last: int, dkey_BGSD: Tensor, dvalue_BGSD: Tensor) -> None:
+        self.bytes_at_deposit = max(self.bytes_at_deposit, self._live.live_bytes)
+        self._gradients = dkey_BGSD, dvalue_BGSD
+
+    def collect(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Of the right shape: what was deposited may be for other keys than the chunk's own, as where rows are padded."""
+        self._gradients = None
+        key_BGLD, value_BGLD = self.read(start, stop)
+        return torch.zeros_like(key_BGLD), torch.zeros_like(value_BGLD)
+
+
+@dataclass
+class _Trial:
+    layer: nn.Module
+    run: Callable[[Tensor, Any], Tensor]
+    mask: object
+    backends: list
+    exchange: Exchange
+    stateful: bool
+
+    def __call__(self, h_BLE: Tensor) -> _Counted:
+        """Two runs: a hook on what is saved lets it live longer than it would."""
+        h_BLE = h_BLE.detach().clone().requires_grad_()
+        autocast = Autocast(h_BLE.device.type)
+        with torch.random.fork_rng(devices=[h_BLE.device] if h_BLE.device.type == "cuda" else []), torch.enable_grad():
+            counts = self._sizes(h_BLE)
+            autocast.forget_casts()
+            peak, at_attention = self._alive(h_BLE)
+            autocast.forget_casts()
+        return _Counted(**counts, peak=peak, at_attention=at_attention)
+
+    def _sizes(self, h_BLE: Tensor) -> dict[str, int]:
+        chunk, saved = self._chunk(h_BLE, LiveBytes()), _SavedBytes(self.layer, h_BLE)
+        with saved:
+            out_BLE = self.run(h_BLE, chunk)
+        chunk.check_finished()
+        keys, kept = (chunk.own if isinstance(chunk, Chunk) else None) or (), chunk.kept
+        states = chunk.written.values() if isinstance(chunk, StateChunk) else ()
+        return {
+            "input": max(h_BLE.nbytes, out_BLE.nbytes),
+            "keys_and_values": sum(key.nbytes for key in keys),
+            "key_sums": sum(key.numel() * accumulator_dtype(key.dtype).itemsize for key in keys),
+            "attention": 0 if kept is None else kept.out_BHLD.nbytes + kept.lse_BHL.nbytes,
+            "states": sum(state.nbytes for state in states),
+            "saved": saved.total_bytes,
+        }
+
+    def _alive(self, h_BLE: Tensor) -> tuple[int, int]:
+        """The most that there was, and what there was when attention's backward had run."""
+        dout_BLE = torch.zeros_like(h_BLE)
+        with _own_graph(), LiveBytes() as live, torch.autograd.set_multithreading_enabled(False):
+            chunk = self._chunk(h_BLE, live)
+            out_BLE = self.run(h_BLE, chunk)
+            chunk.release()
+            # For the input alone: gradients of parameters would be seen by hooks, and are counted on their own.
+            torch.autograd.grad(out_BLE, h_BLE, dout_BLE.to(out_BLE.dtype))
+        return live.peak_bytes, chunk.stream.bytes_at_deposit if isinstance(chunk.stream, _WatchedStream) else 0
+
+    def _chunk(self, h_BLE: Tensor, live: LiveBytes) -> Chunk | StateChunk:
+        length = h_BLE.shape[1]
+        if self.stateful:
+            return StateChunk(0, length, StateStream(set()))
+        stream = _WatchedStream(self.exchange.ranks * (length + 1), live)
+        return Chunk(0, length, stream, self.mask, self.backends, keep_attention=True, exchange=self.exchange)
+
+
+def _own_graph() -> AbstractContextManager[Any]:
+    """Within the block, what a graph saves is not handed to hooks of the program's: checkpointing's would run the model again."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_as_saved, lambda tensor: tensor)
+
+
+def _as_saved(tensor: Tensor) -> Tensor:
+    """What a hook may give to be saved: the tensor itself, where it is a node's own output, would keep that node for good."""
+    return tensor.detach()
+
+
+class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Bytes that a graph saves beside the layer's input and its weights, each storage once; a slice counts as its own size."""
+
+    def __init__(self, layer: nn.Module, h_BLE: Tensor) -> None:
+        others = {tensor.untyped_storage()._cdata for tensor in (h_BLE, *layer.parameters())}
+        sizes: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in others:
+                # A slice counts as its own size: rotary angles are slices of the whole sequence's.
+                sizes[storage._cdata] = max(sizes.get(storage._cdata, 0), min(storage.nbytes(), tensor.nbytes))
+            return _as_saved(tensor)
+
+        super().__init__(note, lambda tensor: tensor)
+        self._sizes = sizes
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self._sizes.values())

@@ -1,0 +1,143 @@
+"""Bytes by component at each moment of a step that can be its worst.
+
+A streamed step is largest when the head works, in a layer's backward (`memory.costs`), or when it reaches the embeddings, whose
+gradient is as large as the vocabulary; a step with transformers' checkpointing when all logits exist, or in a layer's backward.
+Held to measured steps by tests/hf/test_estimate.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from streamgrad.memory.costs import (
+    KEYS_AT_ONCE,
+    LayerPolicy,
+    Parts,
+    Shape,
+    embedding_parts,
+    head_parts,
+    layer_moments,
+    sum_of,
+)
+from streamgrad.memory.model_shape import ModelShape
+
+# Ids, labels and shifted targets, 8 bytes each.
+_TOKEN_IDS = 24
+# What torch holds for matrix products on a Hopper GPU, for forward's thread and for backward's.
+_PRODUCT_WORKSPACES = 2 * 32 * 2**20
+# transformers' loss in backward: log-probabilities, and the gradients of these and of the logits, in fp32.
+_LOGIT_BYTES = 12
+
+
+@dataclass(frozen=True)
+class Moment:
+    name: str
+    parts: Parts
+
+    @property
+    def total_bytes(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step: `rows` sequences of `sequence` tokens.
+
+    `resident` is what stays for the whole step. `gradient_share` is the part of a finished gradient that stays on this rank.
+    `keys_at_once` is `memory.costs.Shape`'s.
+    """
+
+    shape: ModelShape
+    rows: int
+    sequence: int
+    resident: Parts = field(default_factory=dict)
+    gradient_share: float = 1.0
+    keys_at_once: float = KEYS_AT_ONCE
+
+    @property
+    def batch(self) -> Shape:
+        return Shape(self.rows, self.sequence, self.keys_at_once)
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.sequence
+
+    @property
+    def always(self) -> Parts:
+        """What is there at every moment: the resident parts, token ids, and workspaces."""
+        return sum_of(self.resident, {"other": self.tokens * _TOKEN_IDS, "workspace": _PRODUCT_WORKSPACES})
+
+    @property
+    def with_positions(self) -> Parts:
+        """The same, while layers are there that still need positions and rotary angles."""
+        return sum_of(self.always, {"other": self.tokens * self.shape.profile.positions})
+
+    def gradients(self, finished_layers: int) -> float:
+        """Of the head and of the last layers, at their final size."""
+        shape = self.shape
+        return self.gradient_share * shape.itemsize * (shape.head_trainable + finished_layers * shape.layer_trainable)
+
+    @property
+    def at_embeddings(self) -> Parts:
+        """Where backward reaches the embeddings, beside the gradients of the layers and the head."""
+        shape = self.shape
+        dense = shape.itemsize * (shape.head_trainable if shape.tied else shape.outside_trainable - shape.head_trainable)
+        return embedding_parts(
+            self.tokens, shape.profile.costs.input, width_sum_bytes=max(4, shape.itemsize) * shape.width, dense_bytes=dense
+        )
+
+
+def streamed_moments(load: Workload, policies: Sequence[LayerPolicy], chunk_sizes: Sequence[int], head_rows: int) -> list[Moment]:
+    """Of a streamed step in which each layer keeps by its policy and has chunks of its size; `head_rows` is the head's chunk."""
+    shape, tokens, costs = load.shape, load.tokens, load.shape.profile.costs
+    kept = list(accumulate((_on_device(load, policy) for policy in policies), sum_of))
+    # With adapters the embeddings are a leaf of the graph, made to require a gradient, and are held until backward reaches it.
+    leaf = shape.outside_trainable == 0 and policies[0].on_host  # else it is the input that the first layer keeps
+    leaves = {"hidden states": tokens * costs.input if leaf else 0.0}
+    always = sum_of(load.with_positions, leaves)
+    logits = head_rows * (shape.vocabulary * shape.itemsize + 4 * shape.width)
+    head = head_parts(tokens * costs.input, logits, shape.head_trainable, shape.itemsize)
+    moments = [Moment("the head", sum_of(always, kept[-1], head))]
+    for index, (policy, chunk_size) in enumerate(zip(policies, chunk_sizes, strict=True)):
+        below = sum_of(always, kept[index], {"gradients": load.gradients(shape.layers - 1 - index)})
+        moments += [
+            Moment(f"{name} in backward of layer {index}", sum_of(below, parts))
+            for name, parts in layer_moments(costs, load.batch, policy, chunk_size).items()
+        ]
+    moments.append(_embeddings(load, sum_of(load.always, leaves)))
+    return moments
+
+
+def checkpointing_moments(load: Workload) -> list[Moment]:
+    """Of a step with transformers' gradient checkpointing and its own loss on full logits."""
+    shape, tokens, costs = load.shape, load.tokens, load.shape.eager.costs
+    through = {"hidden states": 2 * tokens * costs.input}
+    kept = {"kept inputs": shape.layers * tokens * costs.input}
+    logits: Parts = {"logits": _LOGIT_BYTES * tokens * shape.vocabulary}
+    graph = {"chunk activations": tokens * costs.widest, "gradients": shape.itemsize * shape.layer_trainable}
+    before = sum_of(load.with_positions, kept, through)
+    layer = sum_of(before, graph, {"gradients": load.gradients(0), "workspace": tokens * costs.workspace})
+    return [
+        Moment("the logits", sum_of(before, logits)),
+        Moment(f"backward of layer {shape.layers - 1}", layer),
+        _embeddings(load, load.always),
+    ]
+
+
+def host_parts(load: Workload, policies: Sequence[LayerPolicy]) -> Parts:
+    """Bytes in pinned host memory."""
+    return sum_of(*(_kept(load, policy) for policy in policies if policy.on_host))
+
+
+def _kept(load: Workload, policy: LayerPolicy) -> Parts:
+    return {name: load.tokens * count for name, count in load.shape.profile.costs.kept(policy).items()}
+
+
+def _on_device(load: Workload, policy: LayerPolicy) -> Parts:
+    return {} if policy.on_host else _kept(load, policy)
+
+
+def _embeddings(load: Workload, always: Parts) -> Moment:
+    return Moment("the embeddings", sum_of(always, {"gradients": load.gradients(load.shape.layers)}, load.at_embeddings))

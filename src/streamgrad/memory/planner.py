@@ -1,0 +1,206 @@
+"""What each layer keeps, and where: the fastest choice that a memory budget allows.
+
+From the fastest to the smallest, a layer keeps
+    everything                       nothing is run again
+    its input and its attention      everything but attention is run again
+    its input                        everything is run again
+and the last two either on the device or in host memory, whose copies hide behind computation. So a plan is made of runs of
+layers, `input | attention on host | attention on device | everything`, in that order from the first layer to the last: what
+the last layers keep is freed first in backward, and what the first ones keep has the longest way back.
+
+`predicted_peak` is the arithmetic that choices are made by, over the moments of `memory.costs`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from streamgrad.memory.costs import LayerCosts, LayerPolicy, Shape, layer_moments
+
+# Of the memory that is free, for fragments: where the allocator's segments can grow, and where they cannot.
+MARGIN, MARGIN_IN_FIXED_SEGMENTS = 0.05, 0.1
+# Over what a layer and the head hold while they work, for what is not foreseen.
+UNFORESEEN = 1.03
+# Of the host memory that is available: the rest is for the program itself and for the kernel's own needs.
+HOST_SHARE = 0.85
+# Tokens of a batch in a chunk. Beyond 16,384 nothing gets faster; below 6,144 matrix products do not fill a large GPU, so smaller
+# ones come after every other way to save memory.
+LARGE_CHUNKS, SMALL_CHUNKS = (16_384, 12_288, 8192, 6144), (4096, 2048, 1024, 512, 256)
+# Where nothing is known about memory.
+USUAL_CHUNK = 8192
+
+
+def readable(count: float) -> str:
+    """Bytes in GiB, or in MiB where there are few."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step as far as memory is concerned."""
+
+    costs: LayerCosts
+    layers: int
+    shape: Shape
+    resident_bytes: float  # on the device already: weights, optimizer state, gradients so far
+    layer_gradient_bytes: float  # that a finished layer leaves
+    head_bytes: float  # held while the head works, its hidden states and their gradient included
+    head_gradient_bytes: float  # that it leaves
+    embedding_bytes: float  # where backward reaches the embeddings, beside the gradients of all layers and the head
+    leaf_bytes: float = 0.0  # of the first layer's input, where it is a leaf of the graph: it stays, whatever that layer keeps
+
+
+@dataclass(frozen=True)
+class Plan:
+    policies: tuple[LayerPolicy, ...]
+    chunk_sizes: tuple[int, ...]  # of each layer
+    peak_bytes: float
+    host_bytes: float
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{count} x {policy}" for policy, count in Counter(self.policies).items())
+        small, large = min(self.chunk_sizes), max(self.chunk_sizes)
+        chunks = f"chunks of {small} tokens" if len(set(self.chunk_sizes)) < 3 else f"chunks of {small} to {large} tokens"
+        if small != large:
+            chunks += f", of {large} in {self.chunk_sizes.count(large)} layers"
+        return f"{kinds}; {chunks}; about {readable(self.peak_bytes)} on the device" + (
+            f" and {readable(self.host_bytes)} on the host" if self.host_bytes else ""
+        )
+
+
+def predicted_peak(step: Step, policies: Sequence[LayerPolicy], chunk_sizes: Sequence[int]) -> float:
+    """Device bytes at the worst moment: when the head works, in the backward pass of one of the layers, or at its end."""
+    around, at_head = _held_around(step, policies)
+    work = {each: _worst_in_layer(step.costs, step.shape, *each) for each in set(zip(policies, chunk_sizes, strict=True))}
+    gradients = step.resident_bytes + step.head_gradient_bytes + step.layers * step.layer_gradient_bytes
+    return max(
+        at_head + UNFORESEEN * step.head_bytes,
+        gradients + step.embedding_bytes + step.leaf_bytes,
+        *(held + work[each] for held, each in zip(around, zip(policies, chunk_sizes, strict=True), strict=True)),
+    )
+
+
+def _held_around(step: Step, policies: Sequence[LayerPolicy]) -> tuple[list[float], float]:
+    """Of each layer, what there is beside it when its backward runs; and what there is when the head works."""
+    kept = {policy: 0.0 if policy.on_host else _kept_bytes(step, policy) for policy in set(policies)}
+    below, held = step.resident_bytes + (step.leaf_bytes if policies[0].on_host else 0.0), []
+    for finished, policy in zip(range(step.layers - 1, -1, -1), policies, strict=True):
+        below += kept[policy]
+        held.append(below + step.head_gradient_bytes + finished * step.layer_gradient_bytes)
+    return held, below
+
+
+@functools.lru_cache(maxsize=1024)
+def _worst_in_layer(costs: LayerCosts, shape: Shape, policy: LayerPolicy, chunk_size: int) -> float:
+    return UNFORESEEN * max(sum(parts.values()) for parts in layer_moments(costs, shape, policy, chunk_size).values())
+
+
+def _kept_bytes(step: Step, policy: LayerPolicy) -> float:
+    return step.shape.tokens * sum(step.costs.kept(policy).values())
+
+
+def host_bytes(step: Step, policies: Sequence[LayerPolicy]) -> float:
+    return sum(_kept_bytes(step, policy) for policy in policies if policy.on_host)
+
+
+def regular_chunk(batch: int, sequence: int, tokens: int) -> int:
+    """The size of chunks of at most `tokens` tokens of a batch.
+
+    It does not follow the length of the sequence, so that most chunks of most sequences have the same few shapes: some kernels
+    are prepared for each shape.
+    """
+    return min(sequence, max(1, tokens // batch))
+
+
+@functools.lru_cache(maxsize=64)
+def choose_plan(
+    step: Step, *, keep: str, offload: str, chunk_size: int | None, budget_bytes: float, host_budget_bytes: float
+) -> tuple[Plan, bool]:
+    """The fastest plan within both budgets, and whether there is one; if there is none, the smallest plan there is.
+
+    `keep` and `offload` are `StreamConfig`'s; `chunk_size` is None for auto.
+    """
+    tokens = (*LARGE_CHUNKS, *SMALL_CHUNKS)
+    descending = [chunk_size] if chunk_size else [regular_chunk(step.shape.rows, step.shape.sequence, n) for n in tokens]
+    # Every layer takes the largest chunks that it has room for. What matters is which it takes at worst.
+    worst_sizes = [chunk_size] if chunk_size else list(dict.fromkeys(descending[len(LARGE_CHUNKS) - 1 :]))
+
+    @functools.cache
+    def room(policy: LayerPolicy) -> list[tuple[int, float]]:
+        """By the size of its chunks, from large to small: what there may be beside a layer."""
+        return [(size, budget_bytes - _worst_in_layer(step.costs, step.shape, policy, size)) for size in descending]
+
+    smallest: Plan | None = None
+    for size in worst_sizes:
+        for policies in _candidates(step, keep, offload, host_budget_bytes):
+            chunks = _chunk_sizes(step, policies, size, room)
+            plan = Plan(tuple(policies), chunks, predicted_peak(step, policies, chunks), host_bytes(step, policies))
+            if plan.peak_bytes <= budget_bytes and plan.host_bytes <= host_budget_bytes:
+                return plan, True
+            if plan.host_bytes <= host_budget_bytes and (smallest is None or plan.peak_bytes < smallest.peak_bytes):
+                smallest = plan
+    assert smallest is not None or offload == "host", "a plan without the host needs none of it"
+    return smallest or plan, False
+
+
+def _chunk_sizes(
+    step: Step, policies: Sequence[LayerPolicy], worst: int, room: Callable[[LayerPolicy], list[tuple[int, float]]]
+) -> tuple[int, ...]:
+    """Of each layer: the largest that it has room for, or `worst`, room or not.
+
+    There is most room in the last layers, before gradients have come together, or where there are few of those in the first ones,
+    whose successors have given back what they kept. Layers that keep on the host have one size together: buffers there are as
+    long as a chunk, and are handed from layer to layer, step to step and length to length.
+    """
+    around, _ = _held_around(step, policies)
+    sizes = [
+        next((size for size, limit in room(policy) if size <= worst or held <= limit), worst)
+        for held, policy in zip(around, policies, strict=True)
+    ]
+    on_host = min((size for size, policy in zip(sizes, policies, strict=True) if policy.on_host), default=worst)
+    return tuple(on_host if policy.on_host else size for size, policy in zip(sizes, policies, strict=True))
+
+
+def _candidates(step: Step, keep: str, offload: str, host_budget_bytes: float) -> Iterator[list[LayerPolicy]]:
+    """Plans that the options allow, the fastest first."""
+    layers = step.layers
+    everything, attention, inputs = LayerPolicy("all"), LayerPolicy("attention"), LayerPolicy("input")
+    inputs_away = LayerPolicy("input", on_host=True)
+
+    def mixes(first: LayerPolicy, last: LayerPolicy) -> Iterator[list[LayerPolicy]]:
+        for count in range(layers + 1):
+            yield [first] * count + [last] * (layers - count)
+
+    if keep == "all":
+        yield [everything] * layers
+    if keep == "auto" and offload != "host":
+        yield from mixes(attention, everything)
+    if keep == "attention" and offload != "host":
+        yield [attention] * layers
+    if keep in ("auto", "attention"):
+        if offload == "none" and keep == "auto":
+            yield from mixes(inputs, attention)
+        if offload != "none":
+            for count in range(layers if offload == "auto" else 0, -1, -1):
+                yield _on_host(step, layers - count, keep, host_budget_bytes) + [attention] * count
+    if keep == "input" and offload != "host":
+        yield [inputs] * layers
+    if keep in ("auto", "input"):
+        if offload == "auto":
+            yield from mixes(inputs_away, inputs)
+        if offload == "host":
+            yield [inputs_away] * layers
+
+
+def _on_host(step: Step, layers: int, keep: str, host_budget_bytes: float) -> list[LayerPolicy]:
+    """The first `layers` layers in host memory, with attention as far as that goes."""
+    attention, inputs = LayerPolicy("attention", on_host=True), LayerPolicy("input", on_host=True)
+    if keep == "attention":
+        return [attention] * layers
+    spare = host_budget_bytes - layers * _kept_bytes(step, inputs)
+    # Bounded before it is a whole number: a host may have no known limit.
+    with_attention = int(min(layers, max(0.0, spare / (_kept_bytes(step, attention) - _kept_bytes(step, inputs)))))
+    return [inputs] * (layers - with_attention) + [attention] * with_attention

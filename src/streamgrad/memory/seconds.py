@@ -1,0 +1,102 @@
+"""How long a step takes: FLOPs over rates or, where chunks are small, what a program takes to launch their kernels.
+
+Elementwise kernels, copies to and from the host (which hide behind computation at long sequences) and communication between ranks
+are not counted, so a real step is longer: in benchmarks/results, after warming up and with chunks of 4,096 tokens and more, in
+full training by 5 to 18 per cent from 36,000 tokens on and by 29 to 44 at 6,000, with LoRA by 30 at 32,000 and by 38 to 71 at
+8,000.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from streamgrad.memory.costs import LayerPolicy
+from streamgrad.memory.model_shape import LayerProfile
+from streamgrad.memory.phases import Workload
+
+# Of one chunk of one layer, forward and backward: the least that was seen (docs/performance.md). A layer that keeps everything
+# has one chunk, and does not run it again.
+_CHUNK_LAUNCHES, _KEPT_LAUNCHES = 5.4e-3, 4.4e-3
+
+
+@dataclass(frozen=True)
+class Rates:
+    """FLOPs a second, as measured on one H200 in bfloat16 (head size 128, 16 to 32 thousand keys)."""
+
+    gemm: float = 787e12
+    attention_forward: float = 600e12
+    attention_backward: float = 520e12
+
+    def __post_init__(self) -> None:
+        for name, rate in vars(self).items():
+            if not 0 < rate < math.inf:
+                raise ValueError(f"{name}={rate / 1e12:g} TFLOP/s: time is FLOPs over this rate. Pass a finite one above 0.")
+
+
+@dataclass(frozen=True)
+class Seconds:
+    attention: float
+    layers: float  # all other matrix products of the layers
+    head: float
+    reference: float = 0.0  # a frozen model's pass over the same tokens
+    launches: float = 0.0  # of the layers' kernels, while others run
+
+    @property
+    def total(self) -> float:
+        return max(self.attention + self.layers + self.head + self.reference, self.launches)
+
+
+def streamed_seconds(
+    load: Workload,
+    policies: Sequence[LayerPolicy],
+    chunk_sizes: Sequence[int],
+    rates: Rates,
+    *,
+    head_products: int,
+    reference: bool,
+) -> Seconds:
+    """Of a streamed step: layers run forward again unless all is kept, attention only where it is not kept."""
+    profile, again, attention_again = load.shape.profile, 0.0, 0
+    for keep, count in Counter(policy.keep for policy in policies).items():
+        if keep != "all":
+            # Keys of the whole sequence come first, where they are not kept.
+            again += count * (profile.forward_flops + (profile.projection_flops if keep == "input" else 0.0))
+        attention_again += count if keep == "input" else 0
+    seconds = _seconds(load, profile, again, attention_again / load.shape.layers, rates, head_products, reference)
+    launches = sum(
+        _KEPT_LAUNCHES if policy.keep == "all" else _CHUNK_LAUNCHES * math.ceil(load.sequence / size)
+        for policy, size in zip(policies, chunk_sizes, strict=True)
+    )
+    return replace(seconds, launches=launches)
+
+
+def checkpointing_seconds(load: Workload, rates: Rates, *, head_products: int, reference: bool) -> Seconds:
+    """Of a step with gradient checkpointing: everything in the layers runs forward twice."""
+    again = load.shape.layers * load.shape.eager.forward_flops
+    return _seconds(load, load.shape.eager, again, 1.0, rates, head_products, reference)
+
+
+def _seconds(
+    load: Workload, profile: LayerProfile, again: float, attention_again: float, rates: Rates, head_products: int, reference: bool
+) -> Seconds:
+    shape, tokens = load.shape, load.tokens
+    once = shape.layers * profile.forward_flops
+    flops = tokens * (once + again + shape.layers * profile.backward_flops)
+    # Two products forward and five backward for each pair of a query and a key that it sees, in every head.
+    pair = 2 * profile.query_heads * profile.head_size * load.rows * _pairs(load)
+    forward_s, backward_s = 2 * pair / rates.attention_forward, 5 * pair / rates.attention_backward
+    product_s = 2 * tokens * shape.head_parameters / rates.gemm
+    reference_s = tokens * once / rates.gemm + forward_s + product_s if reference else 0.0
+    attention_s = (1.0 + attention_again) * forward_s + backward_s
+    return Seconds(attention_s, flops / rates.gemm, head_products * product_s, reference_s)
+
+
+def _pairs(load: Workload) -> float:
+    """Visible pairs of one sequence, summed over the layers."""
+    shape, length = load.shape, load.sequence
+    window = min(shape.window or length, length)
+    windowed = window * length - window * window / 2
+    return shape.full_attention_layers * length * length / 2 + (shape.layers - shape.full_attention_layers) * windowed

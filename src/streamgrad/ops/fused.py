@@ -1,0 +1,202 @@
+"""The parts of a decoder layer between its matrix products, each as one operation forward and one backward.
+
+Sums and products run in fp32 for 16-bit values (fp64 for fp64) and are rounded once, at the end. What each operation keeps for
+backward is what it was given (and one number a row for a norm): no intermediate value.
+
+The functions here are the reference, in torch; on a GPU the Triton kernels of `kernels` run instead.
+
+Shapes: N rows (tokens, or tokens x heads), E width of a row, B batch, H query heads, G key heads, L tokens, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamgrad.ops.accumulate import accumulator_dtype
+from streamgrad.ops.autograd import first_order_only, own
+from streamgrad.ops.triton_support import kernels_for
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+
+def _code_for(tensor: Tensor) -> Any:
+    """The module whose functions compute on this tensor: `kernels` for a GPU, else this one."""
+    return kernels_for(tensor, "streamgrad.ops.fused_kernels") or sys.modules[__name__]
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Kernels read the last axis as consecutive."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return _dense(tensor.reshape(-1, tensor.shape[-1]))
+
+
+# --- RMS norm -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Norm:
+    """`x * rsqrt(mean(x^2) + eps)`, times `weight_offset + weight`."""
+
+    eps: float
+    weight_offset: float = 0.0
+
+
+def norm_forward(x_NE: Tensor, weight_E: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    """The normed rows, and the factor of each."""
+    wide_NE = x_NE.to(accumulator_dtype(x_NE.dtype))
+    inverse_N1 = torch.rsqrt(wide_NE.square().mean(dim=-1, keepdim=True) + eps)
+    out_NE = wide_NE * inverse_N1 * (weight_E.to(wide_NE.dtype) + offset)
+    return out_NE.to(x_NE.dtype), inverse_N1
+
+
+def norm_backward(dout_NE: Tensor, x_NE: Tensor, inverse_N1: Tensor, weight_E: Tensor, offset: float) -> tuple[Tensor, Tensor]:
+    """Gradients of the rows, and of the weight in the precision of sums."""
+    wide = inverse_N1.dtype
+    unit_NE = x_NE.to(wide) * inverse_N1
+    dunit_NE = dout_NE.to(wide) * (weight_E.to(wide) + offset)
+    dx_NE = inverse_N1 * (dunit_NE - unit_NE * (dunit_NE * unit_NE).mean(dim=-1, keepdim=True))
+    return dx_NE.to(x_NE.dtype), (dout_NE.to(wide) * unit_NE).sum(dim=0)
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_E: Tensor, norm: Norm) -> Tensor:
+        out_NE, inverse_N1 = _code_for(x).norm_forward(_rows(x), weight_E.detach(), norm.eps, norm.weight_offset)
+        ctx.norm = norm
+        ctx.save_for_backward(x, weight_E, inverse_N1)
+        return own(out_NE, x.shape)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight_E, inverse_N1 = ctx.saved_tensors
+        dx_NE, dweight_E = _code_for(x).norm_backward(
+            _rows(dout), _rows(x), inverse_N1, weight_E.detach(), ctx.norm.weight_offset
+        )
+        return dx_NE.view(x.shape), dweight_E if ctx.needs_input_grad[1] else None, None
+
+
+def rms_norm(x: Tensor, weight_E: Tensor, norm: Norm) -> Tensor:
+    """`x * rsqrt(mean(x^2, -1) + norm.eps) * (norm.weight_offset + weight)`."""
+    return _RmsNorm.apply(x, weight_E, norm)
+
+
+# --- Gated activation -----------------------------------------------------------------------------------------------------
+
+
+def _activation(gate: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Its value and its slope."""
+    if activation == "silu":
+        half = torch.sigmoid(gate)
+        return gate * half, half * (1.0 + gate * (1.0 - half))
+    if activation == "gelu":
+        half = 0.5 * (1.0 + torch.erf(gate * math.sqrt(0.5)))
+        return gate * half, half + gate * torch.exp(-0.5 * gate.square()) / math.sqrt(2.0 * math.pi)
+    assert activation == "gelu_tanh"
+    scale, cubic = math.sqrt(2.0 / math.pi), 0.044715
+    tanh = torch.tanh(scale * (gate + cubic * gate**3))
+    dinner = scale * (1.0 + 3.0 * cubic * gate.square())
+    return 0.5 * gate * (1.0 + tanh), 0.5 * (1.0 + tanh) + 0.5 * gate * (1.0 - tanh.square()) * dinner
+
+
+def gated_forward(gate_NE: Tensor, up_NE: Tensor, activation: str) -> Tensor:
+    wide = accumulator_dtype(gate_NE.dtype)
+    value_NE, _ = _activation(gate_NE.to(wide), activation)
+    return (value_NE * up_NE.to(wide)).to(gate_NE.dtype)
+
+
+def gated_backward(dout_NE: Tensor, gate_NE: Tensor, up_NE: Tensor, activation: str, *, in_place: bool) -> tuple[Tensor, Tensor]:
+    """Gradients of both; with `in_place`, written over them."""
+    wide = accumulator_dtype(gate_NE.dtype)
+    value_NE, slope_NE = _activation(gate_NE.to(wide), activation)
+    dgate_NE, dup_NE = dout_NE.to(wide) * up_NE.to(wide) * slope_NE, dout_NE.to(wide) * value_NE
+    if in_place:
+        return gate_NE.copy_(dgate_NE), up_NE.copy_(dup_NE)
+    return dgate_NE.to(gate_NE.dtype), dup_NE.to(up_NE.dtype)
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str, consumed: bool) -> Tensor:
+        ctx.activation, ctx.consumed = activation, consumed
+        ctx.save_for_backward(gate, up)
+        return own(_code_for(gate).gated_forward(_rows(gate), _rows(up), activation), gate.shape)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        in_place = ctx.consumed and not torch._C._autograd._get_current_graph_task_keep_graph()
+        dgate_NE, dup_NE = _code_for(gate).gated_backward(
+            _rows(dout), _rows(gate.detach()), _rows(up.detach()), ctx.activation, in_place=in_place
+        )
+        if in_place:
+            # Whoever else has saved them for backward is told.
+            torch.autograd.graph.increment_version((gate, up))
+        return dgate_NE.view(gate.shape), dup_NE.view(up.shape), None, None
+
+
+def gated(gate: Tensor, up: Tensor, activation: str, *, consumed: bool = False) -> Tensor:
+    """`activation(gate) * up`.
+
+    `consumed` says that nobody else will look at `gate` and `up`: a backward pass that is their graph's last may then write their
+    gradients over them, which are the widest tensors of a layer.
+    """
+    return _Gated.apply(gate, up, activation, consumed)
+
+
+# --- Rotary embedding -----------------------------------------------------------------------------------------------------
+
+
+def _rotate_half(x: Tensor) -> Tensor:
+    """`(-second half, first half)` of the last axis; its transpose is its negative."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def rotate(heads: Sequence[Tensor], cos_BLD: Tensor, sin_BLD: Tensor, *, back: bool) -> list[Tensor]:
+    """`x * cos + rotate_half(x) * sin` of each, or with `back` the transpose of that map."""
+    wide = accumulator_dtype(heads[0].dtype)
+    cos, sin = cos_BLD.to(wide).unsqueeze(1), sin_BLD.to(wide).unsqueeze(1)
+    xs = [x_BHLD.to(wide) for x_BHLD in heads]
+    outs = [x * cos - _rotate_half(x * sin) if back else x * cos + _rotate_half(x) * sin for x in xs]
+    return [out.to(x_BHLD.dtype) for out, x_BHLD in zip(outs, heads, strict=True)]
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query_BHLD: Tensor, key_BGLD: Tensor, cos_BLD: Tensor, sin_BLD: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(cos_BLD, sin_BLD)
+        ctx.set_materialize_grads(False)
+        heads = _dense(query_BHLD), _dense(key_BGLD)
+        query, key = _code_for(query_BHLD).rotate(heads, _dense(cos_BLD), _dense(sin_BLD), back=False)
+        # Or a frozen projection's output would claim to need a gradient beside the other's.
+        ctx.mark_non_differentiable(*(x for x, needed in zip((query, key), ctx.needs_input_grad[:2], strict=True) if not needed))
+        return query, key
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
+        gradients: list[Tensor | None] = [None, None, None, None]
+        there = [index for index, dout in enumerate(douts) if dout is not None]
+        if there:
+            heads = [_dense(douts[index]) for index in there]
+            rotated = _code_for(heads[0]).rotate(heads, *map(_dense, ctx.saved_tensors), back=True)
+            for index, dhead in zip(there, rotated, strict=True):
+                gradients[index] = dhead
+        return tuple(gradients)
+
+
+def rotary(query_BHLD: Tensor, key_BGLD: Tensor, cos_BLD: Tensor, sin_BLD: Tensor) -> tuple[Tensor, Tensor]:
+    """`x * cos + rotate_half(x) * sin` of queries and keys, the same angles for every head."""
+    return _Rotary.apply(query_BHLD, key_BGLD, cos_BLD, sin_BLD)

@@ -1,0 +1,62 @@
+"""Sequence parallelism: the ranks of a group share every sequence, each with a contiguous slice of its tokens.
+
+    streamgrad.enable(model)
+    streamgrad.parallel.sequence_parallel(model, group)
+    loss = model(input_ids=ids_BT, position_ids=positions_BT, labels=targets_BT, shift_labels=targets_BT).loss  # slices
+    streamgrad.parallel.sequence_loss(loss, targets_BT, group).backward()
+
+`engine.ulysses` has the equations, `hf.sequence_slices` what happens to a call.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from streamgrad.hf.discover import unwrap
+from streamgrad.hf.patching import InstalledForward
+from streamgrad.hf.sequence_slices import SequenceGroup, check_heads
+
+ModelT = TypeVar("ModelT")
+
+
+def sequence_parallel(model: ModelT, group: dist.ProcessGroup | None) -> ModelT:
+    """Let the ranks of `group` share every sequence that the enabled `model` is given in training mode.
+
+    Each rank passes its slice of `input_ids` (or `inputs_embeds`), `position_ids`, `attention_mask` and `shift_labels`, in the
+    order of ranks in the group, and gets hidden states, logits and loss of its slice:
+
+        model(slice r) on every rank r   =   slice r of model(the whole sequence)
+
+    Backward gives each rank its part of the gradient of the sum of all ranks' losses: the SUM over ranks is the gradient.
+    `sequence_loss` makes it right for engines that average. A model without a group of its own is in the one that Accelerate's
+    `sp_size` makes, so there nothing need be called. `None` takes the model out of its group. Returns `model`.
+    """
+    inner = unwrap(model)
+    installed = InstalledForward.on(inner.get_decoder())
+    if installed is None:
+        raise ValueError(f"{type(inner).__name__} is not enabled. Call streamgrad.enable(model) before sequence_parallel.")
+    if group is not None:
+        check_heads(inner.config, dist.get_world_size(group))
+    installed.stream.group = None if group is None else SequenceGroup(group)
+    return model
+
+
+def sequence_loss(loss: Tensor, targets: Tensor, group: dist.ProcessGroup, *, ignore_index: int = -100) -> Tensor:
+    """The mean over the targets of a whole sequence, on every rank, from the means over slices that a model returns:
+
+        sum_r count_r loss_r / sum_r count_r          count_r: targets of rank r that are not `ignore_index`
+
+    Its gradient is such that the AVERAGE over ranks, which DDP, FSDP and DeepSpeed take, is the gradient of this mean.
+    `loss` may be NaN where a rank has no target, as a mean over nothing is.
+    """
+    count = (targets != ignore_index).sum().to(loss.device)
+    wide = loss.to(torch.promote_types(loss.dtype, torch.float32))  # 16 bits cannot count a long sequence
+    totals = torch.stack([torch.where(count > 0, wide.detach() * count, 0.0), count.to(wide.dtype)])
+    dist.all_reduce(totals, group=group)
+    total, counts = totals.unbind(0)
+    own = torch.where(count > 0, wide, 0.0) * (dist.get_world_size(group) * count / counts)
+    return (own + (total / counts - own).detach()).to(loss.dtype)

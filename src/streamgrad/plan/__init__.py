@@ -1,1 +1,0 @@
-"""What a training step will hold and take, from a model's configuration alone."""

@@ -1,0 +1,53 @@
+"""When a shape is worth a plan of cuDNN's: on meta tensors, with kernels that only say what they can do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from streamgrad.attention import backends
+from streamgrad.attention.backends import Block, backends_named, choose
+from streamgrad.attention.backends.cudnn_plans import FLASH_LOSS, PLAN_SECONDS, PlanPrices
+
+
+def operands(rows: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(1, 32, rows, 128, device="meta"), torch.empty(1, 8, keys, 128, device="meta")
+
+
+def calls_until_a_plan(rows: int, keys: int, *, causal: bool = False) -> int:
+    prices, calls = PlanPrices(), 0
+    while not prices.is_worth_a_plan(*operands(rows, keys), causal):
+        calls += 1
+    return calls
+
+
+def test_a_shape_that_has_lost_the_price_of_a_plan_gets_one():
+    """Forward and backward are 14 FLOPs a pair, head and head size; flash is left after as much loss as a plan costs."""
+    for rows, keys in ((8192, 8192), (512, 4096), (8192, 32_768)):
+        loss_a_call = FLASH_LOSS * 7 * 32 * 128 * rows * keys
+        assert calls_until_a_plan(rows, keys) == -(-PLAN_SECONDS // loss_a_call)
+    assert calls_until_a_plan(6000, 6000, causal=True) == pytest.approx(2 * calls_until_a_plan(6000, 6000), rel=0.01)
+
+
+def test_shapes_are_counted_apart():
+    prices = PlanPrices()
+    while not prices.is_worth_a_plan(*operands(8192, 8192), True):
+        pass
+    assert prices.is_worth_a_plan(*operands(8192, 8192), True)
+    assert not prices.is_worth_a_plan(*operands(8192, 8192), False)
+    assert not prices.is_worth_a_plan(*operands(8192, 8193), True)
+
+
+def test_flash_is_taken_until_then_and_never_against_the_user(monkeypatch):
+    monkeypatch.setattr(backends, "PRICES", PlanPrices())
+    candidates = backends_named("auto")
+    for backend in candidates:
+        monkeypatch.setattr(type(backend), "refusal", lambda self, *_: None if self.name in ("cudnn", "flash") else "no")
+    query, key = operands(8192, 8192)
+    block = Block(scale=1.0, causal=True)
+    chosen = [choose(candidates, query, key, key, block).name for _ in range(200)]
+    assert chosen[0] == "flash" and chosen[-1] == "cudnn" and chosen == sorted(chosen, reverse=True)
+    short = operands(16, 16)
+    assert choose(candidates, short[0], short[1], short[1], block).name == "flash"
+    only = backends_named("cudnn")
+    assert choose(only, short[0], short[1], short[1], block).name == "cudnn"

@@ -1,0 +1,272 @@
+"""The report of all records: up to date, made of records alone, and README's and the docs' numbers with it."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from streamgrad.bench import linear
+from streamgrad.bench.plots import draw_plots
+from streamgrad.bench.report import SECTIONS, read_paper, read_records, render, speed_table, write_report
+from streamgrad.bench.selection import (
+    automatic_steps,
+    card_bytes,
+    has_faulty_peak,
+    latest,
+    memory_series,
+    steps_within_liger,
+    token_bytes,
+)
+from streamgrad.cli.app import app
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks/results"
+
+
+@pytest.fixture
+def records():
+    return read_records(RESULTS)
+
+
+def test_the_committed_report_is_that_of_the_records(tmp_path):
+    result = CliRunner().invoke(app, ["bench", "report", "--results", str(RESULTS), "--out", str(tmp_path / "REPORT.md")])
+    assert result.exit_code == 0, result.output
+    text = (tmp_path / "REPORT.md").read_text()
+    assert text == (ROOT / "benchmarks/REPORT.md").read_text(), "run `python -m streamgrad bench report`"
+    for picture in re.findall(r"\]\((plots/\w+\.png)\)", text):
+        assert (tmp_path / picture).stat().st_size > 10_000
+        assert (ROOT / "benchmarks" / picture).exists()
+
+
+def test_the_same_records_give_the_same_bytes(tmp_path):
+    once = write_report(RESULTS, tmp_path / "REPORT.md")
+    before = [path.read_bytes() for path in once]
+    assert write_report(RESULTS, tmp_path / "REPORT.md") == once
+    assert [path.read_bytes() for path in once] == before
+
+
+def test_every_section_has_numbers_or_a_reason(records):
+    text = render(records, read_paper())
+    sections = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+    assert list(sections) == [title for title, _ in SECTIONS]
+    for title, body in sections.items():
+        assert "Made by `python -m streamgrad bench" in body or "**Not run:** " in body, title
+        assert all(cell.strip() for line in body.splitlines() if line.startswith("|") for cell in line.split("|")[1:-1]), title
+
+
+def test_a_missing_benchmark_is_said_to_be_not_run(records):
+    before = render(records, read_paper()).count("**Not run:**")
+    text = render(records | {"precision": []}, read_paper())
+    assert text.count("**Not run:**") == before + 1
+    assert "qwen3-4b: attention" not in text
+
+
+def test_the_latest_record_counts(records):
+    again = copy.deepcopy(automatic_steps(records["step"])["streamgrad", 36_000])
+    again["step_ms"] = 1234.4
+    changed = records | {"step": [*records["step"], again]}
+    assert "**1,234 ms**" in speed_table(changed) and "**1,234 ms**" not in speed_table(records)
+
+
+@pytest.mark.parametrize("option", [{"memory_budget": "20GiB"}, {"chunk_size": 2048}, {"keep": "input"}, {"offload": "host"}])
+def test_a_step_with_an_option_set_is_not_in_the_speed_table(records, option):
+    again = copy.deepcopy(automatic_steps(records["step"])["streamgrad", 36_000])
+    again["policy"] |= option
+    again["step_ms"] = 1.0
+    assert speed_table(records | {"step": [*records["step"], again]}) == speed_table(records)
+
+
+def step_row(records, **changes) -> dict:
+    return copy.deepcopy(automatic_steps(records["step"])["streamgrad", 36_000]) | changes
+
+
+def test_partitions_are_compared(records):
+    rows = []
+    for size in (5000, 1000):
+        row = step_row(records, step_ms=1000.0 + size, benchmark="partition")
+        row["policy"] |= {"chunk_size": size, "keep": "input", "offload": "none"}
+        rows.append(row)
+    text = render(records | {"partition": rows}, read_paper())
+    assert "| qwen3-4b | 36,000 | 1,000 | 2,000 ms |" in text
+    assert text.index("| qwen3-4b | 36,000 | 1,000 |") < text.index("| qwen3-4b | 36,000 | 5,000 | 6,000 ms |")
+
+
+def test_batches_are_seconds_a_sample(records):
+    rows = [step_row(records, seq_len=9000, batch=batch, method="mst", step_ms=700.0 * batch) for batch in (1, 2, 4)]
+    rows.append(step_row(records, seq_len=9000, batch=16, method="mst", step_ms=None, peak_bytes=None, error="out of memory"))
+    others = [record for record in records["step"] if record["seq_len"] != 9000]
+    changed = records | {"step": [*others, *rows]}
+    text = render(changed, read_paper())
+    assert "| ours: MsT | 0.700 s | 0.700 s | 0.700 s | out of memory |" in text
+    assert "| ours: streamgrad | not run | not run | not run | not run |" in text
+    assert speed_table(changed) == speed_table(records)
+    assert automatic_steps(changed["step"]).keys() - automatic_steps(others).keys() == {("mst", 9000)}
+
+
+def test_steps_with_flash_attention_4_stand_beside_the_usual_ones(records):
+    others = [record for record in records["step"] if record["flash"] == "FA2"]
+    rows = [
+        step_row(records, seq_len=36_000, method=method, step_ms=time, flash="FA4")
+        for method, time in (("hf", 5.0), ("streamgrad", 3.0))
+    ]
+    changed = records | {"step": [*others, *rows]}
+    usual = automatic_steps(others)
+    liger = usual["liger", 36_000]["step_ms"]
+    expected = f"| 36,000 | {usual['hf', 36_000]['step_ms']:,.0f} ms | 5 ms | {liger:,.0f} ms | not run | "
+    assert expected in render(changed, read_paper())
+    assert speed_table(changed) == speed_table(records)
+
+
+@pytest.mark.parametrize(("objective", "rows", "tokens"), [("dpo", 2, 121_800), ("grpo", 8, 33_000)])
+def test_lengths_are_compared_by_objective(records, objective, rows, tokens):
+    row = next(r for r in records["max_length"] if (r["model"], r["training"]) == ("qwen3-8b", "lora"))
+    row = row | {"objective": objective, "batch": rows, "seq_len": tokens}
+    failed = row | {"model": "qwen3-14b", "step_ms": None, "peak_bytes": None, "error": "out of memory"}
+    text = render(records | {"max_length": [*records["max_length"], row, failed]}, read_paper())
+    section = text.partition(f"### {objective.upper()}")[2].partition("###")[0]
+    assert f"| qwen3-8b lora | {rows} x {tokens:,} | 2.00x | on the host | 2 of 36 |" in section
+    assert re.search(r"\| qwen3-14b lora \|.*\| out of memory \|", section)
+    assert "**Not run:**" not in section
+
+
+def test_lengths_are_compared_with_trls(records):
+    row = records["max_length"][0] | {"model": "gemma-3-1b", "seq_len": 215_040, "layers": 26, "step_ms": 1500.0}
+    text = render(records | {"max_length": [*records["max_length"], row]}, read_paper())
+    assert re.search(r"\| SFT \| gemma-3-1b full \| 215,040 \| 2.00x \|.*\| 26 of 26 \|.*\| 1,500 ms \|", text)
+
+
+def test_a_small_card_is_one_by_its_cap(records):
+    row = next(r for r in records["max_length"] if (r["model"], r["training"]) == ("qwen3-8b", "lora"))
+    capped = row | {"seq_len": 30_000, "layers": 36, "command": row["command"].replace("79GiB", "23.5GiB")}
+    text = render(records | {"max_length": [*records["max_length"], capped]}, read_paper())
+    assert text.count("| qwen3-8b lora | 30,000 |") == 1
+    assert re.search(r"## A card of 24 GB\n.*?\| qwen3-8b lora \| 30,000 \| 2.00x \|[^\n]*\| 23.5 GiB \|", text, re.DOTALL)
+
+
+def whole_model_rows(records) -> list[dict]:
+    """As `bench memory` makes them, of three models and three methods."""
+    row = records["memory"][0]
+    rows = []
+    for model, layers, gigabytes in (("qwen3-8b", 36, 17), ("qwen3-14b", 40, 30), ("qwen3-32b", 64, 66)):
+        for method, offload, cost in (
+            ("hf", None, 1.9),
+            ("mst", None, 0.9),
+            ("streamgrad", "none", 0.5),
+            ("streamgrad", "host", 0.1),
+        ):
+            for length in (8_000, 16_000, 32_000):
+                peak = int(1e9 * (gigabytes + cost * length / 1e3))
+                policy = {} if offload is None else {"offload": offload}
+                changes = {"model": model, "layers": layers, "method": method, "seq_len": length, "policy": policy}
+                rows.append(row | changes | {"training": "lora", "peak_bytes": peak, "step_ms": 1.0, "error": None})
+    return rows
+
+
+def test_whole_models_are_drawn_and_compared_with_mini_sequences(records, tmp_path):
+    changed = records | {"memory": [*records["memory"], *whole_model_rows(records)]}
+    text = render(changed, read_paper())
+    assert "| qwen3-32b lora | 64 | 16,000 | streamgrad, inputs on the host | 67.6 GB | 1.1 GB | 100.0 KB |" in text
+    section = text.partition("## Mini-sequences")[2].partition("\n## ")[0]
+    assert "| qwen3-8b lora | 36 | 8,000 | mst | 24.2 GB |" in section and "| hf |" not in section
+    drawn = {path.stem for path in draw_plots(changed, read_paper(), tmp_path)}
+    assert "memory_models" in drawn and set(re.findall(r"plots/(\w+)\.png", text)) <= drawn
+
+
+def test_the_cut_model_keeps_its_cost_beside_whole_ones(records):
+    changed = records["memory"] + whole_model_rows(records)
+    found = {series: token_bytes(rows) for series, rows in memory_series(changed).items() if not series.is_whole}
+    before = memory_series(records["memory"])
+    assert found == {series: token_bytes(rows) for series, rows in before.items() if not series.is_whole}
+
+
+def test_an_empty_folder_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="has no records"):
+        write_report(tmp_path, tmp_path / "REPORT.md")
+
+
+def test_readmes_speed_table_is_that_of_the_records(records):
+    assert speed_table(records) in (ROOT / "README.md").read_text()
+
+
+def test_readmes_bytes_a_token_are_those_of_the_records(records):
+    cut = {s.method: rows for s, rows in memory_series(records["memory"]).items() if (s.model, s.layers) == ("qwen3-8b", 2)}
+    cost = {method: f"{token_bytes(rows) / 1e3:.0f} KB" for method, rows in cut.items()}
+    text = " ".join((ROOT / "README.md").read_text().split())
+    found = re.search(r"a token costs (\d+ KB) of device memory .*? Liger with checkpoint offload takes (\d+ KB)", text)
+    assert found and found.groups() == (cost["streamgrad"], cost["liger-offload"])
+
+
+def test_the_performance_notes_have_the_records_steps(records):
+    """Each `590 ms, 20.3 GB` of the two tables of steps."""
+    steps = automatic_steps(records["step"])
+    within = steps_within_liger(records["step"])
+    text = (ROOT / "docs/performance.md").read_text().partition("### The floor")[0]
+    compared = 0
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if not cells or not cells[0].replace(",", "").isdecimal():
+            continue
+        length = int(cells[0].replace(",", ""))
+        whole = len(cells) == 6
+        expected = [steps[m, length] for m in ("hf", "liger", "streamgrad")] if whole else within[length][::-1]
+        for cell, record in zip(cells[1:], expected, strict=False):
+            assert cell == record_cell(record), (length, cell)
+            compared += 1
+    assert compared == 5 * 3 + 5 * 2
+
+
+def test_the_performance_notes_have_the_records_lengths(records):
+    text = (ROOT / "docs/performance.md").read_text()
+    notes = [record for record in records["max_length"] if (record["objective"], card_bytes(record)) == ("sft", 79 * 2**30)]
+    notes = [record for record in notes if record["model"].startswith("qwen3")]
+    assert len(notes) >= 12
+    for record in latest(notes, "model", "training", "seq_len").values():
+        assert f"{record['seq_len']:,}: {record['peak_bytes'] / 1e9:.1f} GB" in text
+
+
+def test_readme_names_the_records_hardware_and_versions(records):
+    text = " ".join((ROOT / "README.md").read_text().split())
+    for record in automatic_steps(records["step"]).values():
+        found = {name: ".".join(version.split(".")[:2]) for name, version in record["versions"].items()}
+        liger = record["versions"]["liger-kernel"]
+        assert f"{record['device']} (torch {found['torch']}, transformers {found['transformers']}, Liger {liger})" in text
+
+
+def record_cell(record: dict) -> str:
+    if record["step_ms"] is None:
+        return record["error"]
+    peak = "peak not valid" if has_faulty_peak(record) else f"{record['peak_bytes'] / 1e9:.1f} GB"
+    return f"{record['step_ms']:,.0f} ms, {peak}"
+
+
+def test_the_papers_numbers_are_the_same_everywhere():
+    paper = read_paper()
+    theirs = paper["linear_example"]
+    columns = zip(theirs["partitions"], theirs["intermediate_gb"], theirs["seconds"], strict=True)
+    assert {parts: (gigabytes, seconds) for parts, gigabytes, seconds in columns} == linear.PAPER_RESULTS
+
+
+def test_precision_is_kept_as_a_record(monkeypatch, tmp_path, records):
+    import streamgrad.precision as precision
+
+    monkeypatch.setattr(precision, "MODELS", 1)
+    out = tmp_path / "precision.jsonl"
+    result = CliRunner().invoke(app, ["bench", "precision", "--model", "qwen3-4b", "--device", "cpu", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    (row,) = read_records(tmp_path)["precision"]
+    assert row.keys() == records["precision"][0].keys()
+    assert row["failures"] == [] or "times as wrong" in row["failures"][0]  # one model alone is a noisy ratio
+    assert row["table"]["mlp"]["stream32"]["relative"] < precision.LARGEST_ERROR
+
+
+def test_a_step_on_a_whole_card_is_not_set_beside_the_papers(records):
+    """It has more memory than the paper's card; its own table names the card."""
+    (whole,) = [record for record in records["max_length"] if "--gpu-memory" not in record["command"]]
+    text = render(records, read_paper())
+    compared, _, rest = text.partition("### A whole card")
+    row = f"| {whole['model']} {whole['training']} | {whole['seq_len']:,} | "
+    assert row not in compared and f"{row}{whole['device']} |" in rest

@@ -1,0 +1,250 @@
+"""What happens between forward and backward: a re-run that would compute something else is refused, never differentiated."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.func import functional_call
+
+import batches
+import streamgrad
+from gradients import assert_same_step, no_float32, run_step
+from lora import with_lora
+from streamgrad.hf.patching import InstalledForward
+from tiny import tiny_model, tokens
+
+OPTIONS = {"chunk_size": 7, "head_chunk_size": 5}
+
+
+def two_adapters():
+    model = with_lora(tiny_model("llama"))
+    model.add_adapter("second", copy.deepcopy(model.peft_config["default"]))
+    model.set_adapter("default")
+    return streamgrad.enable(model, **OPTIONS)
+
+
+def test_switching_the_adapter():
+    model = two_adapters()
+    loss = model(**batches.plain(None)).loss
+    model.set_adapter("second")
+    with pytest.raises(RuntimeError, match="frozen in forward is trainable in backward"):
+        loss.backward()
+
+
+def test_an_adapter_disabled_only_in_forward():
+    model = with_lora(tiny_model("llama"))
+    streamgrad.enable(model, **OPTIONS)
+    embeds = torch.randn(1, 9, 24, dtype=torch.float64, requires_grad=True)
+    with model.disable_adapter():
+        loss = model(inputs_embeds=embeds, labels=tokens(1, 9)).loss
+    with pytest.raises(RuntimeError, match="trainable in backward|computed something else"):
+        loss.backward()
+
+
+def test_a_reference_pass_with_disabled_adapters_in_between_is_fine():
+    """DPO and GRPO: policy forward, reference forward without adapters, policy backward."""
+    batch = batches.plain(None)
+
+    def with_reference(model, batch):
+        loss = model(**batch).loss
+        with torch.no_grad(), model.disable_adapter():
+            model(**batch)
+        return loss
+
+    with no_float32():
+        expected = run_step(with_lora(tiny_model("llama")), batch)
+        model = streamgrad.enable(with_lora(tiny_model("llama")), **OPTIONS)
+        assert_same_step(run_step(model, batch, forward=with_reference), expected, 1e-10)
+
+
+@pytest.mark.parametrize("change", ["eval", "data", "hook", "unfreeze", "assign", "frozen weight in place"])
+def test_changes_of_the_model(change):
+    model = tiny_model("gpt_neox", hidden_dropout=0.3)
+    layer = model.gpt_neox.layers[0]
+    weight = layer.mlp.dense_h_to_4h.weight
+    if change in ("unfreeze", "frozen weight in place"):
+        weight.requires_grad_(False)
+    hook = layer.mlp.register_forward_hook(lambda module, args, out: 2.0 * out) if change == "hook" else None
+    streamgrad.enable(model, **OPTIONS)
+    loss = model(**batches.plain(None)).loss
+    if change == "eval":
+        model.eval()
+    elif change == "data":
+        weight.data = 3.0 * weight.data
+    elif change == "hook":
+        hook.remove()
+    elif change == "unfreeze":
+        weight.requires_grad_(True)
+    elif change == "assign":
+        model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+    else:
+        with torch.no_grad():
+            weight.mul_(1.5)
+    with pytest.raises(RuntimeError, match="between forward and backward|computed something else|trainable in backward"):
+        loss.backward()
+
+
+def test_functional_call_is_refused_in_backward():
+    model = streamgrad.enable(tiny_model("llama"), **OPTIONS)
+    values = {name: (2.0 * p).detach().requires_grad_() for name, p in model.named_parameters()}
+    loss = functional_call(model, values, kwargs=batches.plain(None)).loss
+    with pytest.raises(RuntimeError, match="between forward and backward"):
+        loss.backward()
+
+
+def test_a_trainable_tensor_from_a_hook_is_refused():
+    model = tiny_model("llama")
+    vector = torch.zeros(24, dtype=torch.float64, requires_grad=True)
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: out + vector)
+    streamgrad.enable(model, **OPTIONS)
+    loss = model(**batches.plain(None)).loss
+    with pytest.raises(RuntimeError, match="trainable tensor of shape \\(24,\\) that is not among its parameters"):
+        loss.backward()
+
+
+def test_hooks_on_decoder_layers_are_exact():
+    vector = torch.zeros(24, dtype=torch.float64, requires_grad=True)
+
+    def hooked():
+        model = tiny_model("llama")
+        model.model.layers[0].register_forward_hook(lambda module, args, out: 1.5 * out + vector)
+        return model
+
+    batch = batches.plain(None)
+    with no_float32():
+        vector.grad = None
+        expected = run_step(hooked(), batch)
+        expected_vector, vector.grad = vector.grad, None
+        assert_same_step(run_step(streamgrad.enable(hooked(), **OPTIONS), batch), expected, 1e-10)
+    torch.testing.assert_close(vector.grad, expected_vector, rtol=1e-10, atol=0)
+
+
+def test_layers_that_change_a_buffer_are_refused():
+    model = streamgrad.enable(tiny_model("llama"), **OPTIONS)
+    layer = model.model.layers[0]
+    layer.register_buffer("calls", torch.zeros(()))
+    layer.mlp.register_forward_hook(lambda *_: layer.calls.add_(1.0) and None)
+    with pytest.raises(ValueError, match="change a buffer in forward"):
+        model(**batches.plain(None))
+
+
+def test_a_batch_norm_in_a_layer_is_refused():
+    model = tiny_model("llama")
+    model.model.layers[1].mlp.norm = torch.nn.BatchNorm1d(24)
+    with pytest.raises(ValueError, match="BatchNorm1d, which mixes tokens"):
+        streamgrad.enable(model)
+
+
+def test_adapters_that_look_at_the_whole_sequence_are_refused_whenever_they_are_attached():
+    """Activated LoRA counts its offsets from the end of the sequence."""
+    options = {"targets": ["q_proj"], "alora_invocation_tokens": [5, 6], "task_type": "CAUSAL_LM"}
+    with pytest.raises(ValueError, match="activated LoRA"):
+        streamgrad.enable(with_lora(tiny_model("llama"), **options))
+    late = with_lora(streamgrad.enable(tiny_model("llama"), **OPTIONS), **options)
+    with pytest.raises(ValueError, match="activated LoRA"):
+        late(**batches.plain(None))
+
+
+def test_a_layer_whose_only_trainable_parameter_is_unused():
+    model = tiny_model("llama").requires_grad_(False)
+    model.model.layers[0].spare = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    model.model.layers[1].mlp.up_proj.weight.requires_grad_()
+    batch = batches.plain(None)
+    with no_float32():
+        expected = run_step(model, batch)
+        streamgrad.enable(model, **OPTIONS)
+        assert_same_step(run_step(model, batch), expected, 1e-10)
+
+
+# --- the installed forward ---------------------------------------------------------------------------------------------
+
+
+def test_pickle_runs_its_own_weights():
+    model = streamgrad.enable(tiny_model("qwen3"), **OPTIONS)
+    loaded = pickle.loads(pickle.dumps(model))
+    assert streamgrad.is_enabled(loaded)
+    assert InstalledForward.on(loaded).module is loaded
+    batch = batches.plain(None)
+    with no_float32():
+        assert_same_step(run_step(loaded, batch), run_step(tiny_model("qwen3"), batch), 1e-10)
+
+
+def test_the_signature_is_stock():
+    import inspect
+
+    model = tiny_model("qwen3")
+    before = inspect.signature(model.forward), inspect.signature(model.model.forward)
+    streamgrad.enable(model)
+    assert (inspect.signature(model.forward), inspect.signature(model.model.forward)) == before
+
+
+def test_disabling_the_decoder_alone_and_enabling_again():
+    model = tiny_model("qwen3")
+    streamgrad.enable(model, **OPTIONS)
+    streamgrad.disable(model.model)
+    streamgrad.enable(model, **OPTIONS)
+    batch = batches.plain(None)
+    with no_float32():
+        assert_same_step(run_step(model, batch), run_step(tiny_model("qwen3"), batch), 1e-10)
+    streamgrad.disable(model)
+    assert not {"forward", "_streamgrad"} & (vars(model).keys() | vars(model.model).keys())
+
+
+def test_disable_under_someone_elses_wrapper_passes_on_to_stock():
+    """accelerate and others keep a reference to the forward they found."""
+    model = streamgrad.enable(tiny_model("qwen3"), **OPTIONS)
+    inner = model.forward
+    model.forward = lambda *args, **kwargs: inner(*args, **kwargs)
+    streamgrad.disable(model)
+    assert "forward" in vars(model), "the wrapper is not ours to remove"
+    assert model(**batches.plain(None)).logits is not None
+
+
+def test_torch_compile_of_an_enabled_model_runs_it_as_it_is():
+    model = streamgrad.enable(tiny_model("qwen3"), **OPTIONS)
+    compiled = torch.compile(model)
+    batch = batches.plain(None)
+    with no_float32():
+        expected = run_step(tiny_model("qwen3"), batch)
+        model.zero_grad()
+        loss = compiled(**batch).loss
+        loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected.gradients[name], rtol=1e-8, atol=1e-12)
+
+
+def test_a_layer_that_stands_twice_in_the_list():
+    def shared():
+        model = tiny_model("llama", num_hidden_layers=3)
+        model.model.layers[2] = model.model.layers[0]
+        return model
+
+    batch = batches.plain(None) | {"use_cache": False}
+    with no_float32():
+        assert_same_step(run_step(streamgrad.enable(shared(), **OPTIONS), batch), run_step(shared(), batch), 1e-10)
+
+
+@pytest.mark.parametrize("extra", [{"ignore_index": 7}, {"shift": True}])
+def test_ignore_index_and_shifted_labels(extra):
+    batch = batches.plain(None)
+    if extra.get("shift"):
+        shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].contiguous()
+        shifted[:, 3:6] = -100
+        batch["shift_labels"] = shifted
+    else:
+        batch["labels"][:, 4:9] = 7
+        batch |= extra
+    with no_float32():
+        expected = run_step(tiny_model("llama"), batch)
+        assert_same_step(run_step(streamgrad.enable(tiny_model("llama"), **OPTIONS), batch), expected, 1e-10)
+
+
+def test_a_mask_that_needs_a_gradient_is_refused():
+    model = streamgrad.enable(tiny_model("llama"), **OPTIONS)
+    batch = batches.dense_mask(model)
+    batch["attention_mask"].requires_grad_()
+    with pytest.raises(ValueError, match="attention mask needs a gradient"):
+        model(**batch)

@@ -1,0 +1,98 @@
+"""Every causal language model of the installed transformers is either streamed exactly or refused; none is silently wrong.
+
+Each family of `AutoModelForCausalLM` is built with random weights, two layers and a few thousand parameters. `STREAMED` and
+`REFUSED` in tests/support/families.py record which of the two is its fate, so a transformers release that changes it fails here.
+A family in neither list, from a newer transformers, must still have one of the two; one that the installed version does not have
+is not looked at.
+
+Composite models (a text model and other towers) are given text alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import streamgrad
+from families import LAYERS_TAKE_STATES_UP, REFUSED, SKIPPED, STREAMED, STREAMED_SINCE_5_22, small_model
+from gradients import assert_same_step, no_float32, run_step
+from tiny import tokens
+
+TOLERANCE = 1e-9
+LENGTH, PADDED_LENGTH = 17, 11
+
+
+def batches() -> list[dict]:
+    ids = tokens(2, LENGTH)
+    mask = torch.ones_like(ids)
+    mask[1, PADDED_LENGTH:] = 0
+    padded = {"input_ids": ids * mask, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    return [{"input_ids": ids, "labels": ids.clone()}, padded]
+
+
+def is_streamed(model: PreTrainedModel) -> bool:
+    """Whether the model is streamed, and then exactly; False where it is refused in so many words."""
+    options = {"chunk_size": 5, "head_chunk_size": 7}
+    try:
+        streamgrad.enable(model, **options)
+        streamgrad.disable(model)
+        for batch in batches():
+            expected = run_step(model, batch)
+            streamgrad.enable(model, **options)
+            actual = run_step(model, batch)
+            streamgrad.disable(model)
+            assert_same_step(actual, expected, TOLERANCE)
+    except ValueError as error:
+        if "cannot be streamed" not in str(error):
+            raise
+        return False
+    return True
+
+
+def families() -> Iterator:
+    for family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        marks = []
+        if family in SKIPPED:
+            marks.append(pytest.mark.skip(reason=SKIPPED[family]))
+        yield pytest.param(family, marks=marks)
+
+
+@pytest.mark.parametrize("family", list(families()))
+def test_family_is_streamed_exactly_or_refused(family):
+    model = small_model(family)
+    with no_float32():
+        streamed = is_streamed(model)
+    if family in STREAMED | REFUSED:
+        assert streamed == (family in STREAMED and (family not in STREAMED_SINCE_5_22 or LAYERS_TAKE_STATES_UP))
+
+
+def test_gemma_4_without_embeddings_for_each_layer_is_streamed():
+    """As its larger models are; those with them (E2B, E4B) are refused."""
+    model = small_model("gemma4_text", hidden_size_per_layer_input=0)
+    with no_float32():
+        assert is_streamed(model)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "longrope", "factor": 2.0, "original_max_position_embeddings": 8,
+         "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0]},
+    ],
+    ids=lambda rope: rope["rope_type"],
+)  # fmt: skip
+def test_rope_inside_a_layer_that_depends_on_the_length_is_refused(rope):
+    """Moshi makes its rotary angles inside the layer, where a chunk's length would stand for the sequence's."""
+    model = small_model("moshi", max_position_embeddings=8, rope_parameters=rope | {"rope_theta": 10000.0})
+    with no_float32():
+        assert not is_streamed(model)
+
+
+def test_no_family_has_two_fates():
+    assert not STREAMED & REFUSED
+    assert not (STREAMED | REFUSED) & SKIPPED.keys()

@@ -1,0 +1,190 @@
+"""The seams of transformers that streaming relies on. A new release that moves one of them fails here, by name."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, masking_utils
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+import streamgrad
+from gradients import assert_same_step, no_float32, run_step
+from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, SeamError
+from streamgrad.hf.attention_seam import IMPLEMENTATION, stream_attention_forward, streamed_attention_in
+from streamgrad.hf.mask_seam import stream_mask
+from tiny import FAMILIES, tiny_model, tokens
+
+
+def test_registered_by_name():
+    assert AttentionInterface()[IMPLEMENTATION] is stream_attention_forward
+    assert AttentionMaskInterface()[IMPLEMENTATION] is stream_mask
+
+
+def test_mask_function_takes_what_transformers_passes():
+    known = inspect.signature(stream_mask).parameters
+    assert {"batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "mask_function", "attention_mask", "use_vmap"} <= set(
+        known
+    )
+    assert set(inspect.signature(masking_utils.sdpa_mask).parameters) >= {"q_length", "kv_length", "mask_function", "use_vmap"}
+
+
+def test_window_and_documents_are_read_from_the_closures():
+    documents = torch.tensor([[0, 0, 1, 1, 1]])
+    function = masking_utils.and_masks(
+        masking_utils.sliding_window_causal_mask_function(3), masking_utils.packed_sequence_mask_function(documents)
+    )
+    mask = stream_mask(1, 5, 5, mask_function=function)
+    assert mask.window == 3
+    assert mask.documents_BT is documents
+    assert not mask.has_other_rule
+    dense = masking_utils.sdpa_mask(1, 5, 5, mask_function=function, allow_is_causal_skip=False)
+    assert torch.equal(mask.visible(0, 5, 0, torch.device("cpu")), dense)
+
+
+def test_masks_that_are_not_causal_are_refused():
+    for function in (
+        masking_utils.bidirectional_mask_function,
+        masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function),
+        masking_utils.and_masks(masking_utils.bidirectional_mask_function, masking_utils.sliding_window_overlay(3)),
+    ):
+        with pytest.raises(SeamError, match="is not causal"):
+            stream_mask(1, 5, 5, mask_function=function)
+    with pytest.raises(SeamError, match="custom mask function"):
+        stream_mask(1, 5, 5, use_vmap=True)
+
+
+def test_unknown_causal_overlays_are_kept_and_never_taken_for_plain():
+    overlay = masking_utils.and_masks(masking_utils.causal_mask_function, lambda b, h, q, k: k % 2 == 0)
+    mask = stream_mask(1, 6, 6, mask_function=overlay)
+    assert mask.has_other_rule
+    assert mask.part(0, 6, 1).masked
+    assert not mask.visible(2, 6, 0, torch.device("cpu"))[..., 1::2].any()
+
+
+def test_a_rule_may_treat_the_rows_of_a_batch_differently():
+    """Overlays get the batch index; every row must be asked, not the first for all."""
+    first_seen = torch.tensor([0, 3])
+    overlay = masking_utils.and_masks(masking_utils.causal_mask_function, lambda b, h, q, k: k >= first_seen[b])
+    mask = stream_mask(2, 6, 6, mask_function=overlay)
+    dense = masking_utils.sdpa_mask(2, 6, 6, mask_function=overlay, allow_is_causal_skip=False)
+    assert torch.equal(mask.visible(2, 6, 0, torch.device("cpu")), dense[:, :, 2:])
+    assert not torch.equal(dense[0], dense[1])
+
+
+def test_masks_made_anew_for_each_layer_are_not_mixed_up():
+    """Masks are remembered by identity within a call; without a graph nothing else holds one once its layer has run."""
+    model, other = tiny_model("llama", num_hidden_layers=4), tiny_model("llama", num_hidden_layers=4)
+    for patched in (model, other):
+        for index, layer in enumerate(patched.model.layers):
+            hidden = torch.ones(9, 9, dtype=torch.bool).tril()[None, None].clone()
+            hidden[..., 5:, index] = False
+
+            def with_own_mask(module, args, kwargs, visible=hidden):
+                return args, kwargs | {"attention_mask": visible.clone()}
+
+            layer.register_forward_pre_hook(with_own_mask, with_kwargs=True)
+    streamgrad.enable(model, chunk_size=4)
+    batch = {"input_ids": tokens(1, 9), "labels": tokens(1, 9), "use_cache": False}
+    with no_float32():
+        assert_same_step(run_step(model, batch), run_step(other, batch), 1e-10)
+        with torch.no_grad():
+            torch.testing.assert_close(model(**batch).logits, other(**batch).logits, rtol=1e-10, atol=1e-12)
+
+
+def test_implementation_swap_is_private_to_one_config():
+    config = PretrainedConfig()
+    config._attn_implementation = "sdpa"
+    with streamed_attention_in([config]):
+        assert config._attn_implementation == IMPLEMENTATION
+    assert config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_are_checkpointing_layers_with_a_cache_argument(family):
+    model = tiny_model(family)
+    assert all(isinstance(layer, GradientCheckpointingLayer) for layer in model.get_decoder().layers)
+    assert type(model)._supports_attention_backend
+
+
+def test_a_layer_that_goes_around_a_seam_is_refused():
+    model = streamgrad.enable(tiny_model("llama"), chunk_size=4)
+    attention = model.model.layers[1].self_attn
+    plain = attention.forward
+    batch = {"input_ids": tokens(1, 9)}
+
+    attention.forward = lambda *args, past_key_values=None, **kwargs: plain(*args, past_key_values=None, **kwargs)
+    with pytest.raises(ValueError, match="LlamaModel cannot be streamed: its layer never called past_key_values.update"):
+        model(**batch)
+    attention.forward = lambda hidden_states, **kwargs: (hidden_states, None)
+    with pytest.raises(ValueError, match="never called past_key_values.update"):
+        model(**batch)
+    attention.forward = lambda *args, **kwargs: plain(*args, position_bias=torch.zeros(1), **kwargs)
+    with pytest.raises(ValueError, match="called with position_bias"):
+        model(**batch)
+    attention.forward = lambda *args, attention_mask=None, **kwargs: plain(*args, attention_mask=None, **kwargs)
+    with pytest.raises(ValueError, match="replaces the mask"):
+        model(**batch)
+    assert model.config._attn_implementation == "sdpa"
+
+
+class _Numbered:
+    """A cache that adds its place to every key it returns, as code does that rotates cached keys by their place."""
+
+    def __init__(self, cache):
+        self.cache = cache
+
+    def update(self, key, value, layer_idx):
+        key, value = self.cache.update(key, value, layer_idx)
+        return key + torch.arange(key.shape[-2])[:, None], value
+
+
+def test_keys_that_depend_on_their_place_in_a_chunk_are_refused():
+    model = streamgrad.enable(tiny_model("llama"), chunk_size=4)
+    attention = model.model.layers[1].self_attn
+    plain = attention.forward
+    attention.forward = lambda *args, past_key_values, **kwargs: plain(
+        *args, past_key_values=_Numbered(past_key_values), **kwargs
+    )
+    with pytest.raises(ValueError, match="keys after past_key_values.update that depend on more than their own token"):
+        model(input_ids=tokens(1, 9))
+
+
+@pytest.mark.parametrize("extra", [torch.zeros(1, 9, 24), torch.zeros(3)])
+def test_a_layer_argument_that_cannot_be_cut_is_refused(extra):
+    model = streamgrad.enable(tiny_model("llama"), chunk_size=4)
+    with pytest.raises(ValueError, match="its layers take per_layer_input of shape"):
+        model.model(input_ids=tokens(1, 9), per_layer_input=extra)
+
+
+def test_a_layer_argument_that_needs_a_gradient_is_refused():
+    model = streamgrad.enable(tiny_model("llama"), chunk_size=4)
+    rotary = model.model.rotary_emb
+    plain = rotary.forward
+    rotary.forward = lambda *args, **kwargs: tuple(t.requires_grad_() for t in plain(*args, **kwargs))
+    with pytest.raises(ValueError, match="position_embeddings, which needs a gradient"):
+        model(input_ids=tokens(1, 9))
+
+
+def test_keys_written_twice_are_refused():
+    chunk = Chunk(0, 2, stream=KeyValueStream(4), mask=None, backends=[])
+    key = torch.zeros(1, 1, 2, 3)
+    chunk.update(key, key, 0)
+    with pytest.raises(SeamError, match="more than once"):
+        chunk.update(key, key, 0)
+
+
+def test_logits_that_are_treated_in_an_unknown_way_are_refused(monkeypatch):
+    model = tiny_model("llama")
+    plain = type(model.lm_head).forward
+    monkeypatch.setattr(type(model), "forward", _forward_with_clamped_logits)
+    with pytest.raises(ValueError, match="its forward applies clamp to the logits"):
+        streamgrad.enable(model)
+    assert type(model.lm_head).forward is plain
+    assert "forward" not in vars(model)
+
+
+def _forward_with_clamped_logits(self, input_ids=None, labels=None, **kwargs):
+    logits = torch.clamp(self.lm_head(self.model(input_ids=input_ids).last_hidden_state), max=3.0)
+    return self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)

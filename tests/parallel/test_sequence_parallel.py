@@ -1,0 +1,184 @@
+"""Ranks that share sequences: gradients of plain backpropagation on the whole, the bytes of Ulysses, 1/P of the memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from engine_worker import Reference, launch
+from gradients import assert_same_step
+from sequence_worker import (
+    ENGINES,
+    Case,
+    on_four_ranks,
+    on_two_ranks,
+    plain_step,
+    plain_training,
+)
+from streamgrad.attention.masks import CausalMask
+from streamgrad.engine.kv_chunk import SeamError
+from streamgrad.engine.ulysses import Ulysses
+from streamgrad.hf.sequence_slices import Slices
+from streamgrad.parallel import sequence_loss
+
+TWO_RANKS = [
+    *(Case(chunk_size=size) for size in (1, 5, 12)),  # 5: a last chunk of 2 tokens
+    *(Case(keep=keep, chunk_size=5) for keep in ("attention", "all")),
+    *(Case(kind=kind, chunk_size=5) for kind in ("padded", "left padded", "packed", "prompt", "embedded")),
+    Case(kind="packed", chunk_size=64),
+    Case(kind="packed", keep="all", chunk_size=5),
+    Case("mistral", kind="packed"),
+    Case("mistral", length=22, kind="padded", chunk_size=3, keep="attention"),
+    Case("gpt_oss", kind="positions"),
+    Case("gemma2", chunk_size=5),
+    Case("qwen3_moe", chunk_size=5),
+    *(Case("deepseek_v3", chunk_size=5, keep=keep) for keep in ("input", "attention", "all")),
+    Case("deepseek_v3", kind="packed", chunk_size=5),
+    Case(lora=True, chunk_size=5),
+    # Fused, as on a GPU in 16 bits.
+    *(Case(chunk_size=5, keep=keep, options={"compile": "on"}) for keep in ("input", "attention", "all")),
+    Case("gemma2", chunk_size=5, lora=True, options={"compile": "on"}),
+    Case(chunk_size="auto", options={"memory_budget": "1GiB"}, keep="auto"),
+    Case("qwen3_moe", keep="auto", options={"budgets": ("1GiB", "400KiB")}),
+]
+FOUR_RANKS = [
+    Case(ranks=4, chunk_size=2),
+    Case(ranks=4, chunk_size=2, keep="attention"),
+    Case(ranks=4, chunk_size=4, keep="all"),
+    Case("mistral", kind="packed", ranks=4, chunk_size=4),
+]
+
+
+def exchanged(case: Case) -> tuple[int, int]:
+    """All-to-alls of a step on one rank, and the elements it puts into them, of which (P - 1) / P go to other ranks.
+
+    In a layer, by what it keeps: q, k, v, out; k, v again and q, out again; dout, dq, dk, dv. Around the layers: ids, hidden
+    states and their gradient.
+    """
+    heads, groups, size, width, layers = 4, 4 if case.ranks == 4 else 2, 8, 24, 2
+    times_heads, times_groups = {"input": (6, 6), "attention": (6, 4), "all": (4, 4)}[case.keep]
+    tokens = 2 * case.length // case.ranks
+    chunks = -(-case.length // case.ranks // case.chunk_size)
+    elements = layers * tokens * size * (times_heads * heads + times_groups * groups) + tokens * (1 + 2 * width)
+    return layers * chunks * (times_heads + times_groups) + 3, elements
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict]:
+    return launch(on_two_ranks, TWO_RANKS)
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> list[dict]:
+    return launch(on_four_ranks, FOUR_RANKS, world_size=4)
+
+
+def check_steps(subtests, cases: list[Case], ranks: list[dict]) -> None:
+    for index, case in enumerate(cases):
+        expected = plain_step(case)
+        for rank, outcomes in enumerate(ranks):
+            with subtests.test(f"{case}, rank {rank}"):
+                outcome = outcomes["steps"][index]
+                assert_same_step(outcome.step, expected, 1e-10)
+                if "budgets" in case.options:
+                    assert outcome.kept == ["attention", "all"], "ranks with more memory must go by those with less"
+                if case.family == "qwen3" and case.kind == "plain" and not case.lora and case.chunk_size != "auto":
+                    assert outcome.exchanged == exchanged(case)
+
+
+def test_steps_of_two_ranks(subtests, two_ranks):
+    check_steps(subtests, TWO_RANKS, two_ranks)
+
+
+def test_steps_of_four_ranks(subtests, four_ranks):
+    check_steps(subtests, FOUR_RANKS, four_ranks)
+
+
+def test_memory_falls_with_the_number_of_ranks(four_ranks):
+    """With as many chunks, so that a chunk has fewer tokens too. What does not fall is a layer's gradients and a term of them."""
+    for rank in four_ranks:
+        peaks, layer = rank["live bytes"]
+        assert peaks[1] > 60 * layer, "there is too little to fall"
+        for ranks in (2, 4):
+            assert peaks[ranks] < peaks[1] / ranks + 2 * layer, peaks
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_sequences_of_two_ranks_each(engine, four_ranks):
+    """Data parallelism of sequence-parallel pairs under an engine that averages over all four ranks, three steps."""
+    reference = Reference.of(plain_training)
+    for rank in four_ranks:
+        reference.check(rank["training"][engine])
+
+
+def test_other_calls(two_ranks):
+    """Without gradients, as a tuple, of a copy, in evaluation mode, and after leaving the group: errors of logits."""
+    for rank in two_ranks:
+        errors = rank["other calls"]
+        assert len(errors) == 5 and all(error < 1e-10 for error in errors.values()), errors
+
+
+def test_refusals(subtests, two_ranks):
+    said = two_ranks[0]["refusals"]
+    for name, needles in {
+        "heads": ["4 attention heads and 1 key/value heads", "2 ranks"],
+        "labels": ["shift_labels"],
+        "dense mask": ["attention_mask other than (batch, tokens)", "position_ids that restart"],
+        "boundaries": ["cu_seq_lens_q cannot be passed"],
+        "hidden states": ["output_hidden_states=True"],
+        "whole mask": ["attention_mask has shape (1, 16) and the rank's slice 8 tokens"],
+        "cache": ["past_key_values"],
+        "generation": ["Call model.eval() to generate"],
+        "not enabled": ["Call streamgrad.enable(model) before"],
+        "rotary": ["follows the longest position"],
+        "evaluation": ["Call model.train()"],
+        "targets": ["3 on rank 0. Set their shift_labels"],
+    }.items():
+        with subtests.test(name):
+            assert all(needle in said[name] for needle in needles), said[name]
+    assert two_ranks[1]["refusals"]["targets"] == said["targets"], "one rank raises and the other waits"
+
+
+def test_ranks_that_disagree_are_told(subtests, two_ranks):
+    for rank in two_ranks:
+        for name, needle in {
+            "length": "tokens of a slice: 8, 7,",
+            "chunk_size": "chunk_size: 4, 3,",
+            "positions": "whether position_ids are passed: 0, 1,",
+            "keep": "disagree about keep",
+        }.items():
+            with subtests.test(name):
+                assert needle in rank["disagreement"][name]
+
+
+def test_an_unknown_rule_of_a_mask_is_refused():
+    """Windows and documents go by places in the sequence; what another rule goes by is not known."""
+    mask = CausalMask(lambda batch, head, query, key: key % 2 == 0, has_other_rule=True)
+    with pytest.raises(SeamError, match="beside windows and documents"):
+        Slices(None, {}, None, None).mask(mask)
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_a_16_bit_loss_is_counted_in_32(one_rank):
+    """float16 cannot hold the number of targets, and bfloat16 not exactly."""
+    for dtype in (torch.float16, torch.bfloat16):
+        loss = torch.tensor(1.82, dtype=dtype, requires_grad=True)
+        whole = sequence_loss(loss, torch.zeros(1, 70_001, dtype=torch.long), one_rank)
+        whole.backward()
+        assert torch.equal(whole, loss) and loss.grad == 1.0
+
+
+@pytest.mark.parametrize("chunk_size", [3, 8])
+def test_exchanged_tensors_lie_in_memory_as_projections_make_them(one_rank, chunk_size):
+    """Tokens before heads: families such as afmoe view attention's output as (batch, tokens, width)."""
+    exchange = Ulysses(one_rank, 8, chunk_size, torch.device("cpu"))
+    tensor_BHLD = torch.randn(2, 4, 8, 5)
+    for swap in (exchange.to_heads, exchange.to_tokens):
+        assert torch.equal(swap(tensor_BHLD), tensor_BHLD) and swap(tensor_BHLD).transpose(1, 2).is_contiguous()

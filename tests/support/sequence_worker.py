@@ -1,0 +1,295 @@
+"""What the ranks of a sequence-parallel test run, on slices of sequences, and the reference on whole ones."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import engine_worker
+import streamgrad
+from engine_worker import Collectives, base_of, optimizer_for, prepare_deepspeed
+from gradients import Step, no_float32, relative_error
+from lora import with_lora
+from streamgrad.hf.patching import InstalledForward
+from streamgrad.memory.live_bytes import LiveBytes
+from streamgrad.parallel import make_zero3_leaves, sequence_loss, sequence_parallel
+from tiny import tiny_model, tokens
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model and one batch of 2 sequences of `length` tokens, the ranks' tokens together."""
+
+    family: str = "qwen3"
+    length: int = 24
+    chunk_size: int | str = 4
+    keep: str = "input"
+    kind: str = "plain"
+    lora: bool = False
+    ranks: int = 2
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def model(self) -> nn.Module:
+        every_head = self.ranks == 4 or self.family == "deepseek_v3"  # whose keys are made for each
+        model = tiny_model(self.family, num_key_value_heads=4 if every_head else 2)
+        if self.lora:
+            model = with_lora(model)
+            base_of(model).enable_input_require_grads()
+        return model
+
+    def batch(self) -> dict[str, Tensor]:
+        """The whole sequences, with labels that are shifted."""
+        ids = tokens(2, self.length)
+        labels, batch = ids.clone(), {"input_ids": ids}
+        if self.kind in ("padded", "left padded"):
+            mask = torch.ones_like(ids)
+            if self.kind == "padded":
+                mask[1, 2 * self.length // 5 :] = 0  # the second rank has no token of the second row
+                labels[1, 2 * self.length // 5 :] = -100
+            else:
+                mask[1, : self.length - 5] = 0
+                labels[1, : self.length - 4] = -100
+            batch["attention_mask"] = mask
+        elif self.kind == "packed":
+            first, half = self.length // 3, self.length // 2
+            lengths = [[first, 1, self.length - first - 1], [half, self.length - half]]  # the second row's at the end of a slice
+            batch["position_ids"] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+            labels = labels.masked_fill(batch["position_ids"] == 0, -100)
+        elif self.kind == "prompt":
+            labels[:, : self.length // 2 + 3] = -100  # the first rank has no label
+        elif self.kind == "positions":
+            batch["position_ids"] = torch.arange(7, 7 + self.length).expand(2, -1)
+        elif self.kind == "embedded":
+            del batch["input_ids"]
+            generator = torch.Generator().manual_seed(2)
+            batch["inputs_embeds"] = torch.randn(2, self.length, 24, generator=generator, dtype=torch.float64)
+        return batch | {"shift_labels": nn.functional.pad(labels[:, 1:], (0, 1), value=-100)}
+
+
+def plain_step(case: Case) -> Step:
+    """Stock, one process, the whole sequence."""
+    model, batch = case.model(), case.batch()
+    embeds = batch["inputs_embeds"].requires_grad_() if case.kind == "embedded" else None
+    with no_float32():
+        loss = model(**batch, labels=batch["shift_labels"], use_cache=False).loss
+        loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return Step(loss.detach(), gradients if embeds is None else gradients | {"input": embeds.grad})
+
+
+@dataclass
+class Outcome:
+    """`step` after averaging over ranks, as engines do; `exchanged`: all-to-alls of this rank, and elements put into them.
+
+    `kept` says by layer what the plan was.
+    """
+
+    step: Step
+    exchanged: tuple[int, int]
+    kept: list[str]
+
+
+def slice_of(batch: dict[str, Tensor], group: Any) -> dict[str, Tensor]:
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    return {name: tensor.chunk(ranks, dim=1)[rank].contiguous() for name, tensor in batch.items()}
+
+
+def run_case(case: Case) -> Outcome:
+    group = dist.group.WORLD
+    options = dict(case.options)
+    if "budgets" in options:
+        options["memory_budget"] = options.pop("budgets")[dist.get_rank(group)]
+    model = streamgrad.enable(case.model(), chunk_size=case.chunk_size, head_chunk_size=3, keep=case.keep, **options)
+    sequence_parallel(model, group)
+    batch = slice_of(case.batch(), group)
+    embeds = batch["inputs_embeds"].requires_grad_() if case.kind == "embedded" else None
+    with no_float32(), Collectives() as seen:
+        loss = sequence_loss(model(**batch, labels=batch["shift_labels"]).loss, batch["shift_labels"], group)
+        loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for gradient in gradients.values():
+        if gradient is not None:
+            dist.all_reduce(gradient, group=group)
+            gradient /= dist.get_world_size(group)
+    if embeds is not None:
+        parts = [torch.empty_like(embeds.grad) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, embeds.grad, group=group)
+        gradients["input"] = torch.cat(parts, dim=1) / dist.get_world_size(group)
+    sizes = [(times, elements // 2) for (kind, elements), times in seen.counts.items() if "alltoall" in kind]  # in and out
+    plan = InstalledForward.on(base_of(model).get_decoder()).stream.planner.latest
+    return Outcome(
+        Step(loss.detach(), gradients),
+        (sum(n for n, _ in sizes), sum(n * size for n, size in sizes)),
+        [str(policy) for policy in plan.policies],
+    )
+
+
+def on_two_ranks(cases: list[Case]) -> dict[str, Any]:
+    """All that two ranks are for: starting processes takes longer than any of it."""
+    return {
+        "steps": [run_case(case) for case in cases],
+        "other calls": other_calls(),
+        "refusals": refusals(),
+        "disagreement": refusals_of_disagreement(),
+    }
+
+
+def on_four_ranks(cases: list[Case]) -> dict[str, Any]:
+    return {
+        "steps": [run_case(case) for case in cases],
+        "live bytes": live_bytes(),
+        "training": {name: train(name) for name in ENGINES},
+    }
+
+
+# --- memory ------------------------------------------------------------------------------------------------------------
+
+
+def live_bytes(length: int = 1024, chunks: int = 8) -> tuple[dict[int, int], int]:
+    """Peak bytes of a step on one rank, by the number of ranks that share the sequence; bytes of a layer's parameters."""
+    peaks: dict[int, int] = {}
+    for ranks in (1, 2, 4):
+        group = init_device_mesh("cpu", (4 // ranks, ranks), mesh_dim_names=("data", "sequence"))["sequence"].get_group()
+        model = tiny_model("llama", dtype=torch.float32, num_key_value_heads=4, num_hidden_layers=4)
+        size = length // ranks // chunks
+        sequence_parallel(streamgrad.enable(model, chunk_size=size, head_chunk_size=size, keep="input"), group)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        ids = tokens(1, length // ranks)
+        with LiveBytes() as live:
+            model(input_ids=ids, labels=ids, shift_labels=ids).loss.backward()
+        peaks[ranks] = live.peak_bytes
+    return peaks, sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
+
+
+# --- engines -----------------------------------------------------------------------------------------------------------
+
+ENGINES = ("ddp", "fsdp2", "zero3")
+STEPS = 3
+
+
+def training_batch(replica: int, step: int) -> dict[str, Tensor]:
+    """Of another length for each of the two pairs of ranks, and with labels that the two of a pair share unequally."""
+    ids = tokens(2, (24, 10)[replica], seed=10 * step + replica)
+    labels = ids.masked_fill(torch.arange(ids.shape[1]) < 4, -100)
+    return {"input_ids": ids, "shift_labels": nn.functional.pad(labels[:, 1:], (0, 1), value=-100)}
+
+
+def training_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    return tiny_model("qwen3", dtype=dtype, tie_word_embeddings=False)
+
+
+def plain_training(dtype: torch.dtype) -> dict[str, Tensor]:
+    model = training_model(dtype)
+    optimizer = optimizer_for(model)
+    for step in range(STEPS):
+        for replica in (0, 1):
+            batch = training_batch(replica, step)
+            (model(**batch, labels=batch["shift_labels"]).loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def train(name: str) -> dict[str, Tensor]:
+    group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))["sequence"].get_group()
+    model = training_model()
+    if name == "zero3":
+        prepare_deepspeed()
+        make_zero3_leaves(model)
+    sequence_parallel(streamgrad.enable(model, chunk_size=5, head_chunk_size=3), group)
+    engine: Any = engine_worker.ENGINES[name](model, engine_worker.Case(name))
+    for step in range(STEPS):
+        batch = slice_of(training_batch(dist.get_rank() // 2, step), group)
+        wrapped = engine.engine if name == "zero3" else engine.wrapped
+        loss = sequence_loss(wrapped(**batch, labels=batch["shift_labels"]).loss, batch["shift_labels"], group)
+        if name == "zero3":
+            engine.engine.backward(loss)
+            engine.engine.step()
+        else:
+            loss.backward()
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+    return engine.parameters()
+
+
+# --- other calls, and what is refused ----------------------------------------------------------------------------------
+
+
+def other_calls() -> dict[str, float]:
+    """Relative errors of logits."""
+    group, case = dist.group.WORLD, Case(chunk_size=5)
+    stock, batch = case.model(), case.batch()
+    model = sequence_parallel(streamgrad.enable(case.model(), chunk_size=5), group)
+    ids, mine = batch["input_ids"], slice_of(batch, group)
+    with no_float32(), torch.no_grad():
+        whole = stock(input_ids=ids).logits
+        logits = {
+            "no grad": model(**mine, labels=mine["shift_labels"]).logits,
+            "tuple": model(input_ids=mine["input_ids"], return_dict=False)[0],
+            "a copy": copy.deepcopy(model)(input_ids=mine["input_ids"]).logits,
+        }
+        own = slice_of({"logits": whole}, group)["logits"]
+        errors = {name: relative_error(actual, own) for name, actual in logits.items()}
+        errors["evaluation"] = relative_error(model.eval()(input_ids=ids).logits, whole)
+        sequence_parallel(model.train(), None)
+        return errors | {"left": relative_error(model(input_ids=ids).logits, whole)}
+
+
+def message(function: Any, *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(ValueError, match=".") as refused:
+        function(*args, **kwargs)
+    return str(refused.value)
+
+
+def refusals() -> dict[str, str]:
+    group, ids = dist.group.WORLD, tokens(1, 8)
+    model = sequence_parallel(streamgrad.enable(tiny_model("llama"), chunk_size=4), group)
+    ends = torch.tensor([0, 8], dtype=torch.int32)
+    padded = sequence_parallel(streamgrad.enable(tiny_model("llama"), chunk_size=4), group)
+    # The second rank's slice begins with hidden tokens, which see those of the first; the first rank's sees nothing.
+    mask = torch.ones(1, 8, dtype=torch.long)
+    mask[:, :3] = 0
+    padded_batch = {"input_ids": ids, "attention_mask": mask, "shift_labels": ids}
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    dynamic = tiny_model("llama", rope_parameters=scaling)
+    dynamic = sequence_parallel(streamgrad.enable(dynamic, chunk_size=4), group)
+    few_heads = streamgrad.enable(tiny_model("llama", num_key_value_heads=1))
+    with torch.no_grad():
+        cache = streamgrad.disable(copy.deepcopy(model))(input_ids=ids, use_cache=True).past_key_values
+    return {
+        "heads": message(sequence_parallel, few_heads, group),
+        "labels": message(model, input_ids=ids, labels=ids),
+        "dense mask": message(model, input_ids=ids, attention_mask=torch.ones(1, 1, 8, 8, dtype=torch.bool)),
+        "boundaries": message(model, input_ids=ids, position_ids=torch.arange(8)[None], cu_seq_lens_q=ends, cu_seq_lens_k=ends),
+        "hidden states": message(model, input_ids=ids, output_hidden_states=True),
+        "whole mask": message(model, input_ids=ids, attention_mask=torch.ones(1, 16)),
+        "cache": message(model, input_ids=ids, past_key_values=cache),
+        "generation": message(model.generate, ids, max_new_tokens=2),
+        "not enabled": message(sequence_parallel, tiny_model("llama"), group),
+        "rotary": message(dynamic, input_ids=ids),
+        "evaluation": message(model.eval(), input_ids=ids),
+        "targets": message(padded, **padded_batch, labels=padded_batch["shift_labels"]),
+    }
+
+
+def refusals_of_disagreement() -> dict[str, str]:
+    rank, group, ids = dist.get_rank(), dist.group.WORLD, tokens(1, 8)
+
+    def model(**options: Any) -> nn.Module:
+        return sequence_parallel(streamgrad.enable(tiny_model("llama"), **({"chunk_size": 4} | options)), group)
+
+    positions = {"position_ids": torch.arange(8)[None]} if rank else {}
+    return {
+        "length": message(model(), input_ids=ids[:, : 8 - rank]),
+        "chunk_size": message(model(chunk_size=4 - rank), input_ids=ids),
+        "positions": message(model(), input_ids=ids, **positions),
+        "keep": message(model(keep=("input", "attention")[rank]), input_ids=ids),
+    }
