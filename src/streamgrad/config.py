@@ -10,7 +10,7 @@ from typing import Any
 KEEP_POLICIES = ("auto", "input", "attention", "all")
 OFFLOAD_PLACES = ("auto", "none", "host")
 ATTENTION_BACKENDS = ("auto", "cudnn", "flash", "sdpa", "eager")
-COMPILE_MODES = ("auto", "on", "off")
+FUSED_KERNEL_MODES = ("auto", "on", "off")
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -62,8 +62,8 @@ class StreamConfig:
         attention (`str`, defaults to `"auto"`):
             Kernel for the blocks of streamed attention. `"auto"` takes the fastest that supports the model, mask, dtype
             and device at hand.
-        compile (`str`, defaults to `"auto"`):
-            Whether norms, rotary embeddings and gated activations run as one compiled kernel each, in families whose code is
+        fused_kernels (`str`, defaults to `"auto"`):
+            Whether norms, rotary embeddings and gated activations run as one fused kernel each, in families whose code is
             known. `"auto"`: for 16-bit values on CUDA. `"on"`: always. `"off"`: never.
         memory_budget (`int` or `str`, *optional*):
             Device bytes that a step may use in all, weights included: a number, or for example `"80GiB"`. Defaults to what is
@@ -75,7 +75,7 @@ class StreamConfig:
     keep: str = "auto"
     offload: str = "auto"
     attention: str = "auto"
-    compile: str = "auto"
+    fused_kernels: str = "auto"
     memory_budget: int | str | None = None
 
     def __post_init__(self) -> None:
@@ -94,7 +94,7 @@ class StreamConfig:
             ("keep", KEEP_POLICIES),
             ("offload", OFFLOAD_PLACES),
             ("attention", ATTENTION_BACKENDS),
-            ("compile", COMPILE_MODES),
+            ("fused_kernels", FUSED_KERNEL_MODES),
         ):
             value = getattr(self, name)
             if value not in choices:

@@ -1,4 +1,4 @@
-"""Padding, documents and windows as cells: they say what the mask says, kernels compute them, and no mask is made beside them.
+"""Padding, documents and windows as segments: they say what the mask says, kernels compute them, and no mask is made beside them.
 
 FlashAttention's operators run on GPUs only (tests/engine/test_gpu.py). Here a stand-in in float64 with their contract takes their
 place, so that everything around them is tested against plain backpropagation on a CPU too.
@@ -25,7 +25,7 @@ from streamgrad.attention.backends import Block, backends_named, choose, cudnn, 
 from streamgrad.attention.backends.block import visible_mask
 from streamgrad.attention.backends.cudnn_plans import PlanPrices
 from streamgrad.attention.masks import CausalMask
-from streamgrad.attention.varlen import Cell, Cells
+from streamgrad.attention.varlen import Segment, VarlenMask
 from streamgrad.engine.kv_chunk import Attended, spans
 from streamgrad.hf.mask_seam import with_documents
 from tiny import tiny_model, tokens
@@ -33,7 +33,7 @@ from tiny import tiny_model, tokens
 CPU = torch.device("cpu")
 
 
-# --- cells and masks ---------------------------------------------------------------------------------------------------
+# --- segments and masks ---------------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -63,7 +63,7 @@ def masks(draw):
 
 def as_mask(part, start: int, stop: int, batch: int) -> torch.Tensor:
     """What a part says, over all keys before `stop`."""
-    block = Block(scale=1.0, causal=part.causal, window=part.window, cells=part.cells)
+    block = Block(scale=1.0, causal=part.causal, window=part.window, varlen=part.varlen)
     seen = visible_mask(block, stop - start, part.last - part.first, CPU)
     whole = torch.zeros(batch, 1, stop - start, stop, dtype=torch.bool)
     whole[..., part.first : part.last] = True if seen is None else seen
@@ -78,7 +78,7 @@ def test_cells_say_what_the_mask_says(drawn, chunk_size):
         part = mask.part(start, stop, mask.batch)
         if part.masked:
             after_padding = mask.padding_BT is not None and not mask.padding_BT[:, start:stop].all()
-            assert mask.window is not None and after_padding, "only a window over queries on padding is not made of cells"
+            assert mask.window is not None and after_padding, "only a window over queries on padding is not made of segments"
             continue
         expected = mask.visible(start, stop, 0, CPU).expand(mask.batch, 1, -1, -1)
         assert torch.equal(as_mask(part, start, stop, mask.batch), expected)
@@ -100,14 +100,14 @@ def test_what_no_cells_can_say_keeps_its_mask():
 def test_one_cell_for_all_is_a_plain_block():
     """So that the kernel for plain blocks, which is the fastest, takes it."""
     all_real = CausalMask(padding_BT=torch.ones(2, 8, dtype=torch.bool)).part(4, 8, 2)
-    assert (all_real.first, all_real.last, all_real.causal, all_real.cells) == (0, 8, True, None)
+    assert (all_real.first, all_real.last, all_real.causal, all_real.varlen) == (0, 8, True, None)
     documents = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 2]])
     inside = CausalMask(documents_BT=documents).part(4, 7, 1)
-    assert (inside.first, inside.last, inside.causal, inside.cells) == (2, 7, True, None)
+    assert (inside.first, inside.last, inside.causal, inside.varlen) == (2, 7, True, None)
     across = CausalMask(documents_BT=documents).part(4, 8, 1)
-    assert across.cells.cells == (Cell(0, 0, 3, 0, 5, True), Cell(0, 3, 4, 5, 6, True))
+    assert across.varlen.varlen == (Segment(0, 0, 3, 0, 5, True), Segment(0, 3, 4, 5, 6, True))
     on_padding = CausalMask(padding_BT=torch.tensor([[True] * 3 + [False] * 5])).part(4, 8, 1)
-    assert (on_padding.first, on_padding.last, on_padding.causal, on_padding.cells) == (0, 3, False, None)
+    assert (on_padding.first, on_padding.last, on_padding.causal, on_padding.varlen) == (0, 3, False, None)
     assert CausalMask(window=4).part(2, 4, 1).window is None, "a window that hides nothing is none"
     windowed = CausalMask(window=4).part(4, 8, 1)
     assert (windowed.first, windowed.causal, windowed.window) == (1, True, 4)
@@ -115,7 +115,7 @@ def test_one_cell_for_all_is_a_plain_block():
 
 def test_boundaries_of_one_row_hold_for_every_row():
     mask = with_documents(CausalMask(), torch.tensor([0, 3, 8]), 8)
-    assert [cell.row for cell in mask.part(2, 8, batch=3).cells.cells] == [0, 0, 1, 1, 2, 2]
+    assert [segment.row for segment in mask.part(2, 8, batch=3).varlen.varlen] == [0, 0, 1, 1, 2, 2]
 
 
 def test_documents_and_padding_come_from_the_device_in_one_copy(monkeypatch):
@@ -132,16 +132,16 @@ def test_documents_and_padding_come_from_the_device_in_one_copy(monkeypatch):
 
 # --- kernels -----------------------------------------------------------------------------------------------------------
 
-CELLS = (
-    Cell(0, 0, 3, 2, 7, True), Cell(0, 3, 4, 7, 8, True), Cell(0, 4, 6, 2, 8, False),
-    Cell(2, 1, 6, 0, 5, True),
+SEGMENTS = (
+    Segment(0, 0, 3, 2, 7, True), Segment(0, 3, 4, 7, 8, True), Segment(0, 4, 6, 2, 8, False),
+    Segment(2, 1, 6, 0, 5, True),
 )  # fmt: skip
 
 
 def cells_block(window: int | None = None, **options):
     """A row with two documents and padding after them, a row that sees nothing, and one with padding before it."""
     operands = [torch.randn(3, heads, length, 4, dtype=torch.float64) for heads, length in ((4, 6), (2, 8), (2, 8))]
-    return operands, Block(scale=0.6, window=window, cells=Cells(CELLS, batch=3, queries=6), **options)
+    return operands, Block(scale=0.6, window=window, varlen=VarlenMask(SEGMENTS, batch=3, queries=6), **options)
 
 
 def outcome(backend, operands, block, *, larger: bool = False):
@@ -169,7 +169,7 @@ def assert_same_outcome(ours, theirs):
 def test_kernels_compute_cells_as_they_compute_their_mask(name, window, larger, fake_flash):
     operands, block = cells_block(window)
     (backend,), (eager,) = backends_named(name), backends_named("eager")
-    by_mask = Block(scale=0.6, mask=block.cells.visible(8, window, CPU))
+    by_mask = Block(scale=0.6, mask=block.varlen.visible(8, window, CPU))
     ours = outcome(backend, operands, block, larger=larger)
     assert_same_outcome(ours, outcome(eager, operands, by_mask, larger=larger))
     assert ours[0][1].abs().max() == 0 and ours[1][1].isneginf().all() and ours[2][1].abs().max() == 0
@@ -179,7 +179,7 @@ def test_kernels_compute_cells_as_they_compute_their_mask(name, window, larger, 
 def test_no_cell_at_all(name, fake_flash):
     operands, _ = cells_block()
     (backend,) = backends_named(name)
-    out, lse, *gradients = outcome(backend, operands, Block(scale=0.6, cells=Cells((), batch=3, queries=6)))
+    out, lse, *gradients = outcome(backend, operands, Block(scale=0.6, varlen=VarlenMask((), batch=3, queries=6)))
     assert lse.isneginf().all()
     assert all(tensor.abs().max() == 0 for tensor in (out, *gradients))
 
@@ -199,8 +199,8 @@ def test_kernels_compute_windows_as_they_compute_their_mask(name, rows, keys, wi
 class FakeFlash:
     """aten's two FlashAttention operators as their schema and kernels have it, in any dtype on any device.
 
-    Ragged: tokens first, int32 offsets, lengths that bound the cells', a log-sum-exp of (heads, tokens), and gradients that are
-    garbage (here NaN) for keys of no cell.
+    VarlenBatch: tokens first, int32 offsets, lengths that bound the segments', a log-sum-exp of (heads, tokens), and gradients that are
+    garbage (here NaN) for keys of no segment.
     """
 
     def __init__(self):
@@ -209,7 +209,7 @@ class FakeFlash:
     def _flash_attention_forward(
         self, query, key, value, cum_q, cum_k, max_q, max_k, dropout, is_causal, debug, *, scale, **window
     ):  # fmt: skip
-        self.calls.append("forward" if cum_q is None else "ragged forward")
+        self.calls.append("forward" if cum_q is None else "varlen forward")
         out, lse = (
             torch.full_like(query, math.nan),
             query.new_full((*query.shape[:-3], query.shape[-2], query.shape[-3]), math.nan),
@@ -224,7 +224,7 @@ class FakeFlash:
     def _flash_attention_backward(
         self, dout, query, key, value, out, lse, cum_q, cum_k, max_q, max_k, dropout, is_causal, seed, unused, *, scale, **window
     ):  # fmt: skip
-        self.calls.append("backward" if cum_q is None else "ragged backward")
+        self.calls.append("backward" if cum_q is None else "varlen backward")
         assert lse.is_contiguous()
         gradients = [torch.full_like(tensor, math.nan) for tensor in (query, key, value)]
         for of_query, of_key in sequences(query, key, cum_q, cum_k, max_q, max_k):
@@ -241,7 +241,7 @@ class FakeFlash:
 
 
 def sequences(query, key, cum_q, cum_k, max_q, max_k):
-    """`(index of the queries, index of the keys)` of each sequence of a padded or a ragged batch."""
+    """`(index of the queries, index of the keys)` of each sequence of a padded or a varlen batch."""
     if cum_q is None:
         assert (max_q, max_k) == (query.shape[1], key.shape[1])
         yield from ((row, row) for row in range(len(query)))
@@ -293,7 +293,7 @@ def fake_flash(monkeypatch):
 @pytest.mark.parametrize("kind", ["right_padded", "left_padded", "packed", "packed_flat", "plain"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss"])
 def test_models_on_the_flash_path(family, kind, chunk_size, fake_flash):
-    """Also where some chunks have no cells and take a mask (a window over padding), which another kernel then computes."""
+    """Also where some chunks have no segments and take a mask (a window over padding), which another kernel then computes."""
     if (family, kind) == ("gpt_oss", "packed_flat"):
         pytest.skip("stock gpt-oss with eager attention ignores the boundaries")
     model = tiny_model(family)
@@ -306,7 +306,7 @@ def test_models_on_the_flash_path(family, kind, chunk_size, fake_flash):
     has_documents = "packed" in kind and family != "gpt_oss"  # which gives its mask function no positions
     has_plain_padding = "padded" in kind and family == "llama"
     if chunk_size > 1 and (has_documents or has_plain_padding):
-        assert {"ragged forward", "ragged backward"} <= set(fake_flash.calls)
+        assert {"varlen forward", "varlen backward"} <= set(fake_flash.calls)
 
 
 @pytest.mark.parametrize("chunk_size", [3, 23])
@@ -328,7 +328,7 @@ def test_last_chunks_that_see_no_key(attention, chunk_size, fake_flash):
 @pytest.mark.parametrize("attention", ["eager", "flash"])
 @pytest.mark.parametrize("kind", ["packed", "left", "right", "window", "padded_window"])
 def test_no_mask_is_made_where_a_kernel_takes_cells(kind, attention, fake_flash, monkeypatch):
-    """Neither by the mask nor from the cells, whatever of the batch hides keys; and each chunk is worked out once a mask."""
+    """Neither by the mask nor from the segments, whatever of the batch hides keys; and each chunk is worked out once a mask."""
     length, chunk_size = 61, 16
     model = tiny_model("mistral" if "window" in kind else "llama", sliding_window=20 if "window" in kind else None)
     ids = tokens(2, length)
@@ -353,7 +353,7 @@ def test_no_mask_is_made_where_a_kernel_takes_cells(kind, attention, fake_flash,
         expected = run_step(model, batch)
         streamgrad.enable(model, chunk_size=chunk_size, keep="input", attention=attention)
         monkeypatch.setattr(CausalMask, "visible", refuse)
-        monkeypatch.setattr(Cells, "visible", refuse)
+        monkeypatch.setattr(VarlenMask, "visible", refuse)
         assert_same_step(run_step(model, batch), expected, 1e-10)
     assert parts == [(*span, 2) for span in spans(length, chunk_size)]
 
@@ -428,8 +428,8 @@ def test_cudnn_takes_plain_blocks_only(monkeypatch):
     operands = [SimpleNamespace(shape=(3, 4, 6, 64), device=torch.device("cuda"), dtype=torch.bfloat16)] * 3
     backend = cudnn.CudnnBackend()
     assert backend.refusal(*operands, Block(scale=1.0, causal=True)) is None
-    for block in (Block(scale=1.0, causal=True, window=2), Block(scale=1.0, cells=Cells(CELLS, 3, 6))):
-        assert "ragged" in backend.refusal(*operands, block)
+    for block in (Block(scale=1.0, causal=True, window=2), Block(scale=1.0, varlen=VarlenMask(SEGMENTS, 3, 6))):
+        assert "varlen" in backend.refusal(*operands, block)
 
 
 def test_the_log_says_once_which_kernel_runs(caplog):
@@ -441,5 +441,7 @@ def test_the_log_says_once_which_kernel_runs(caplog):
             run_step(model, batches.packed(model))
     lines = [record.getMessage() for record in caplog.records if "attention kernel" in record.getMessage()]
     assert len(lines) == len(set(lines)) and lines
-    assert any(line.startswith("attention kernel eager for cells and softcap blocks of torch.float32 on cpu (") for line in lines)
+    assert any(
+        line.startswith("attention kernel eager for segments and softcap blocks of torch.float32 on cpu (") for line in lines
+    )
     assert all("softcap" in line for line in lines), lines

@@ -13,7 +13,7 @@ from gradients import assert_same_step, no_float32, relative_error, run_step, to
 from streamgrad.attention.backends import Block, backends_named
 from streamgrad.attention.backends.block import visible_mask
 from streamgrad.attention.masks import CausalMask
-from streamgrad.attention.varlen import Cell, Cells
+from streamgrad.attention.varlen import Segment, VarlenMask
 from streamgrad.engine.kv_chunk import Attended
 from tiny import tiny_model, tokens
 
@@ -46,15 +46,25 @@ def on_gpu(batch: dict) -> dict:
 
 
 # Of 96 queries and 161 keys: documents, one of a single token, and padding after them; padding before; a row that sees nothing.
-CELLS = {
+SEGMENTS = {
     1: [
-        Cell(0, 0, 40, 7, 60, True), Cell(0, 40, 41, 60, 61, True), Cell(0, 41, 70, 61, 90, True), Cell(0, 70, 96, 61, 90, False),
+        Segment(0, 0, 40, 7, 60, True), Segment(0, 40, 41, 60, 61, True), Segment(0, 41, 70, 61, 90, True), Segment(0, 70, 96, 61, 90, False),
     ],
     3: [
-        Cell(0, 0, 33, 0, 98, True), Cell(0, 33, 96, 98, 161, True), Cell(2, 17, 80, 3, 99, True), Cell(2, 80, 96, 3, 99, False),
+        Segment(0, 0, 33, 0, 98, True), Segment(0, 33, 96, 98, 161, True), Segment(2, 17, 80, 3, 99, True), Segment(2, 80, 96, 3, 99, False),
     ],
 }  # fmt: skip
-KINDS = ["dense", "causal", "chunk", "window", "one cell a query", "cells of a row", "cells", "cells and window", "mask"]
+KINDS = [
+    "dense",
+    "causal",
+    "chunk",
+    "window",
+    "one segment a query",
+    "segments of a row",
+    "segments",
+    "segments and window",
+    "mask",
+]
 
 
 def block_of(kind: str, size: int) -> tuple[Block, int, int, int]:
@@ -62,13 +72,13 @@ def block_of(kind: str, size: int) -> tuple[Block, int, int, int]:
     scale, queries, keys = size**-0.5, 96, 96 if kind == "causal" else 161
     if kind == "mask":
         return Block(scale=scale, mask=torch.rand(2, 1, queries, keys, device="cuda") < 0.5), 2, queries, keys
-    if kind == "one cell a query":
-        cells = [Cell(0, query, query + 1, 2 * query, 2 * query + 2, query % 2 == 0) for query in range(80)]
-        return Block(scale=scale, cells=Cells(tuple(cells), 1, queries)), 1, queries, keys
-    if "cells" in kind:
-        batch = 1 if kind == "cells of a row" else 3
+    if kind == "one segment a query":
+        segments = [Segment(0, query, query + 1, 2 * query, 2 * query + 2, query % 2 == 0) for query in range(80)]
+        return Block(scale=scale, varlen=VarlenMask(tuple(segments), 1, queries)), 1, queries, keys
+    if "segments" in kind:
+        batch = 1 if kind == "segments of a row" else 3
         window = 20 if "window" in kind else None
-        return Block(scale=scale, window=window, cells=Cells(tuple(CELLS[batch]), batch, queries)), batch, queries, keys
+        return Block(scale=scale, window=window, varlen=VarlenMask(tuple(SEGMENTS[batch]), batch, queries)), batch, queries, keys
     return Block(scale=scale, causal=kind != "dense", window=20 if kind == "window" else None), 2, queries, keys
 
 
@@ -192,7 +202,7 @@ def test_no_mask_is_made_on_the_device(kind, monkeypatch):
         raise AssertionError("a mask was made")
 
     monkeypatch.setattr(CausalMask, "visible", refuse)
-    monkeypatch.setattr(Cells, "visible", refuse)
+    monkeypatch.setattr(VarlenMask, "visible", refuse)
     run_step(model, long_batch(kind, seed=0))
 
 

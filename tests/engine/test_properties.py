@@ -16,7 +16,7 @@ from lora import with_lora
 from streamgrad.attention.backends import Block, backends_named
 from streamgrad.attention.masks import CausalMask
 from streamgrad.attention.streamed import streamed_attention
-from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, StopAtKeys, spans
+from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, StopAfterWrite, spans
 from streamgrad.hf.step_plan import Planner
 from streamgrad.memory.costs import LayerPolicy
 from streamgrad.memory.planner import Plan
@@ -96,10 +96,10 @@ def test_any_model_any_batch(
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=2),
     plan=st.lists(st.tuples(st.sampled_from(["input", "attention", "all"]), st.integers(1, 22)), min_size=2, max_size=2),
     training=st.sampled_from(["full", "adapters", "some frozen"]),
-    compile=st.sampled_from(["on", "off"]),
+    fused_kernels=st.sampled_from(["on", "off"]),
     seed=st.integers(0, 10**6),
 )
-def test_any_plan(family, kind, batch, lengths, plan, training, compile, seed):
+def test_any_plan(family, kind, batch, lengths, plan, training, fused_kernels, seed):
     """What the planner may choose where memory is short: layers that keep differently, with chunks of sizes of their own."""
     model = tiny_model(family, seed=seed)
     if training == "adapters":
@@ -115,7 +115,7 @@ def test_any_plan(family, kind, batch, lengths, plan, training, compile, seed):
         arguments = masked_batch(kind, batch, length, seed)
         with no_float32(), mock.patch.object(Planner, "plan", return_value=chosen):
             expected = run_step(model, arguments)
-            streamgrad.enable(model, compile=compile, head_chunk_size=3)
+            streamgrad.enable(model, fused_kernels=fused_kernels, head_chunk_size=3)
             actual = run_step(model, arguments)
             streamgrad.disable(model)
         assert_same_step(actual, expected, 1e-9)
@@ -152,8 +152,8 @@ def test_streamed_attention_alone(length, chunk_size, batch, groups, size, windo
     mask = CausalMask(rule, window=window)
     stream = KeyValueStream(length)
     for start, stop in spans(length, chunk_size):
-        chunk = Chunk(start, stop, stream=stream, mask=mask, backends=[], stop_at_keys=True)
-        with pytest.raises(StopAtKeys):
+        chunk = Chunk(start, stop, stream=stream, mask=mask, backends=[], stop_after_write=True)
+        with pytest.raises(StopAfterWrite):
             streamed_attention(chunk, *(tensor[:, :, start:stop] for tensor in (query, key, value)), scale=0.7)
     totals = [torch.zeros_like(leaf) for leaf in leaves]
     for start, stop in reversed(spans(length, chunk_size)):

@@ -13,8 +13,8 @@ from families import LAYERS_TAKE_STATES_UP, small_model
 from gradients import assert_same_step, no_float32, run_step, total_gradient_error
 from lora import with_lora
 from streamgrad.engine.layer import StreamedCall
-from streamgrad.engine.recurrent_chunk import StateChunk, StatefulCall
-from streamgrad.engine.saved import KeptOnHost
+from streamgrad.engine.recurrent_chunk import RecurrentCall, RecurrentChunk
+from streamgrad.engine.saved import SavedOnHost
 from streamgrad.hf.dry_run import model_shape
 from streamgrad.memory.live_bytes import LiveBytes
 from tiny import tokens
@@ -167,7 +167,7 @@ def test_what_is_kept_on_the_host_is_read_in_order(family, keep):
     def kept(call, h_BTE):
         store = mock.Mock(shelf=lambda: shelves.append(_Shelf()) or shelves[-1])
         length = h_BTE.shape[1]
-        return KeptOnHost(h_BTE, call.spans(length), len(call.spans_of_keys(length)), store)
+        return SavedOnHost(h_BTE, call.spans(length), len(call.spans_to_restore(length)), store)
 
     batch = batches.plain(model)
     with no_float32(), mock.patch.object(StreamedCall, "kept", kept):
@@ -181,14 +181,14 @@ def test_a_layer_that_leaves_the_state_out_is_refused():
     model, ids = small_model("qwen3_next"), tokens(1, 23)
     torch.nn.init.constant_(model.model.layers[0].linear_attn.A_log, -3.0)  # a state that forgets at once would not be missed
     streamgrad.enable(model, chunk_size=5)
-    read = StateChunk.get_recurrent_state
+    read = RecurrentChunk.get_recurrent_state
     with (
-        mock.patch.object(StateChunk, "get_recurrent_state", return_value=None),
+        mock.patch.object(RecurrentChunk, "get_recurrent_state", return_value=None),
         pytest.raises(ValueError, match="do not read the states that they have written"),
     ):
         model(input_ids=ids)
     with (
-        mock.patch.object(StateChunk, "get_recurrent_state", lambda *args, **kwargs: (read(*args, **kwargs), None)[1]),
+        mock.patch.object(RecurrentChunk, "get_recurrent_state", lambda *args, **kwargs: (read(*args, **kwargs), None)[1]),
         pytest.raises(ValueError, match="other states or outputs for a sequence in chunks"),
     ):
         model(input_ids=ids)
@@ -198,8 +198,8 @@ def test_padding_alone_does_not_settle_whether_a_layer_takes_states_up():
     model, ids = small_model("qwen3_next"), tokens(1, 23)
     torch.nn.init.constant_(model.model.layers[0].linear_attn.A_log, -3.0)
     streamgrad.enable(model, chunk_size=5)
-    read = StateChunk.get_recurrent_state
-    with mock.patch.object(StateChunk, "get_recurrent_state", lambda *args, **kwargs: (read(*args, **kwargs), None)[1]):
+    read = RecurrentChunk.get_recurrent_state
+    with mock.patch.object(RecurrentChunk, "get_recurrent_state", lambda *args, **kwargs: (read(*args, **kwargs), None)[1]):
         model(input_ids=ids, attention_mask=torch.arange(23)[None] >= 9)
         with pytest.raises(ValueError, match="other states or outputs"):
             model(input_ids=ids)
@@ -215,8 +215,8 @@ def test_forward_holds_the_states_before_one_chunk():
         plain(chunk)
         most = max(most, len(chunk.stream.before))
 
-    plain = StateChunk._hand_on
-    with mock.patch.object(StateChunk, "_hand_on", hand_on), torch.no_grad():
+    plain = RecurrentChunk._hand_on
+    with mock.patch.object(RecurrentChunk, "_hand_on", hand_on), torch.no_grad():
         model(input_ids=tokens(1, 128), use_cache=False)
     assert most == 1
 
@@ -235,7 +235,7 @@ def test_what_is_refused(subtests):
 
 @pytest.mark.parametrize(("length", "chunk_size", "sizes"), [(23, 11, [11, 12]), (1, 4, [1]), (7, 1, [2, 2, 3]), (8, 4, [4, 4])])
 def test_no_token_is_alone_in_a_chunk(length, chunk_size, sizes):
-    call = StatefulCall(None, None, None, [], chunk_size, None, None)
+    call = RecurrentCall(None, None, None, [], chunk_size, None, None)
     assert [stop - start for start, stop in call.spans(length)] == sizes
 
 

@@ -13,7 +13,7 @@ import batches
 import streamgrad
 from gradients import assert_same_step, no_float32, relative_error, run_step, total_gradient_error, worst_gradient_error
 from lora import with_lora
-from streamgrad.engine.guards import Expectation
+from streamgrad.engine.guards import RerunGuard
 from streamgrad.memory.live_bytes import LiveBytes
 from tiny import tiny_model, tokens
 
@@ -202,13 +202,13 @@ def test_what_was_noted_of_a_layer_is_gone_when_its_backward_is(monkeypatch):
     model = tiny_model("llama")
     streamgrad.enable(model, **OPTIONS, keep="input")
     noted, alive = [], []
-    make = Expectation.__init__
+    make = RerunGuard.__init__
 
     def init(self, *args):
         make(self, *args)
         noted.append(weakref.ref(self))
 
-    monkeypatch.setattr(Expectation, "__init__", init)
+    monkeypatch.setattr(RerunGuard, "__init__", init)
     embeddings = model.get_input_embeddings()
     embeddings.register_forward_hook(
         lambda module, args, out: out.register_hook(lambda grad: alive.extend(ref() is not None for ref in noted)) and None

@@ -27,7 +27,7 @@ from streamgrad.hf.estimate import FILLED, FILLED_BESIDE_HOST
 from streamgrad.hf.patching import InstalledForward
 from streamgrad.memory.costs import COMPONENTS, KEYS_AT_ONCE, LayerPolicy
 from streamgrad.memory.model_shape import ModelShape
-from streamgrad.memory.phases import Workload, checkpointing_moments, host_parts, streamed_moments
+from streamgrad.memory.phases import Workload, checkpointing_phases, host_parts, streamed_phases
 from streamgrad.memory.seconds import Rates, streamed_seconds
 from tiny import FAMILIES, tiny_config, tiny_model, tokens
 
@@ -46,7 +46,7 @@ def shape_of(model: str, *, layers: int | None = None, lora_rank: int | None = N
 
 def probed_costs(model, ids, *, fused_parts: bool):
     """What the planner measures on the first layer of a real model."""
-    options = {"keep": "attention", "memory_budget": "1TB", "compile": "on" if fused_parts else "off"}
+    options = {"keep": "attention", "memory_budget": "1TB", "fused_kernels": "on" if fused_parts else "off"}
     streamgrad.enable(model, StreamConfig(**options))
     model(input_ids=ids, labels=ids)
     costs, *_ = InstalledForward.on(model.get_decoder()).stream.planner._costs.values()  # of the first kind of layer
@@ -174,10 +174,10 @@ def plan_in(policy: dict) -> tuple[list[LayerPolicy], list[int]]:
 def predicted(record: dict) -> float:
     load = workload_of(record)
     if record["method"] == "hf":
-        return max(moment.total_bytes for moment in checkpointing_moments(load))
+        return max(moment.total_bytes for moment in checkpointing_phases(load))
     policies, chunk_sizes = plan_in(record["policy"])
     assert len(policies) == load.shape.layers
-    return max(moment.total_bytes for moment in streamed_moments(load, policies, chunk_sizes, head_rows=4096))
+    return max(moment.total_bytes for moment in streamed_phases(load, policies, chunk_sizes, head_rows=4096))
 
 
 def identity(record: dict) -> str:

@@ -287,11 +287,11 @@ def with_another_activation(model, batch):
 
 @pytest.mark.parametrize("forward", [with_global_hook, with_another_activation])
 def test_an_activation_that_is_watched_or_replaced_is_not_fused(forward):
-    assert_exact(lambda: tiny_model("llama"), forward, compile="on")
+    assert_exact(lambda: tiny_model("llama"), forward, fused_kernels="on")
 
 
-@pytest.mark.parametrize("compile", ["on", "off"])
-def test_outputs_of_products_and_norms_may_be_changed_in_place(compile):
+@pytest.mark.parametrize("fused_kernels", ["on", "off"])
+def test_outputs_of_products_and_norms_may_be_changed_in_place(fused_kernels):
     """As clip_qkv of OLMo does."""
 
     def make():
@@ -302,7 +302,7 @@ def test_outputs_of_products_and_norms_may_be_changed_in_place(compile):
         return model
 
     assert tiny_config("llama").attention_bias
-    assert_exact(make, compile=compile)
+    assert_exact(make, fused_kernels=fused_kernels)
 
 
 class Scaled(nn.Module):

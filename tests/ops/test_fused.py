@@ -101,7 +101,7 @@ def test_what_a_program_has_seen_is_not_written_over(way, keep, monkeypatch):
     else:
         stock = nn.Linear.forward
         monkeypatch.setattr(nn.Linear, "forward", lambda module, x: watch(module, (x,), stock(module, x)))
-    streamgrad.enable(model, chunk_size=8, keep=keep, compile="on")
+    streamgrad.enable(model, chunk_size=8, keep=keep, fused_kernels="on")
     model(input_ids=ids, labels=ids).loss.backward()
     if way == "global hook":
         handle.remove()
@@ -146,7 +146,7 @@ def test_frozen_projections_before_fused_rotary(frozen, keep):
     batch = batches.plain(model)
     with no_float32():
         expected = run_step(model, batch)
-        streamgrad.enable(model, chunk_size=7, keep=keep, compile="on")
+        streamgrad.enable(model, chunk_size=7, keep=keep, fused_kernels="on")
         assert_same_step(run_step(model, batch), expected, 1e-10)
 
 
@@ -178,7 +178,7 @@ def test_what_is_recognised_and_that_nothing_else_changes(family):
     with no_float32():
         expected = run_step(model, batch)
         for keep, chunk_size in (("input", 7), ("attention", 7), ("all", 7)):
-            streamgrad.enable(model, keep=keep, chunk_size=chunk_size, compile="on")
+            streamgrad.enable(model, keep=keep, chunk_size=chunk_size, fused_kernels="on")
             assert_same_step(run_step(model, batch), expected, 1e-10)
             streamgrad.disable(model)
     assert not any("forward" in module.__dict__ for module in model.modules())
@@ -226,7 +226,7 @@ def test_under_autocast(dtype):
         batch = {"input_ids": ids, "labels": ids}
         truth = run_step(model, batch).gradients
         stock = run_step(model.to(dtype), batch, forward=forward).gradients
-        streamgrad.enable(model, chunk_size=5, compile="on")
+        streamgrad.enable(model, chunk_size=5, fused_kernels="on")
         with mock.patch("streamgrad.hf.fusion.rms_norm", wraps=rms_norm) as fused:
             ours = run_step(model, batch, forward=forward).gradients
         assert fused.called == (dtype == torch.bfloat16)

@@ -37,8 +37,8 @@ TWO_RANKS = [
     Case("deepseek_v3", kind="packed", chunk_size=5),
     Case(lora=True, chunk_size=5),
     # Fused, as on a GPU in 16 bits.
-    *(Case(chunk_size=5, keep=keep, options={"compile": "on"}) for keep in ("input", "attention", "all")),
-    Case("gemma2", chunk_size=5, lora=True, options={"compile": "on"}),
+    *(Case(chunk_size=5, keep=keep, options={"fused_kernels": "on"}) for keep in ("input", "attention", "all")),
+    Case("gemma2", chunk_size=5, lora=True, options={"fused_kernels": "on"}),
     Case(chunk_size="auto", options={"memory_budget": "1GiB"}, keep="auto"),
     Case("qwen3_moe", keep="auto", options={"budgets": ("1GiB", "400KiB")}),
 ]
@@ -178,7 +178,7 @@ def test_a_16_bit_loss_is_counted_in_32(one_rank):
 @pytest.mark.parametrize("chunk_size", [3, 8])
 def test_exchanged_tensors_lie_in_memory_as_projections_make_them(one_rank, chunk_size):
     """Tokens before heads: families such as afmoe view attention's output as (batch, tokens, width)."""
-    exchange = Ulysses(one_rank, 8, chunk_size, torch.device("cpu"))
+    sharing = Ulysses(one_rank, 8, chunk_size, torch.device("cpu"))
     tensor_BHLD = torch.randn(2, 4, 8, 5)
-    for swap in (exchange.to_heads, exchange.to_tokens):
+    for swap in (sharing.to_heads, sharing.to_tokens):
         assert torch.equal(swap(tensor_BHLD), tensor_BHLD) and swap(tensor_BHLD).transpose(1, 2).is_contiguous()

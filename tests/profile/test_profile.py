@@ -235,8 +235,8 @@ def test_every_rule_by_name():
     assert named("torch/autograd/graph.py:_engine_run_backward", layer) == "activations"
     assert named("streamgrad/core/storage.py:copied_back", "streamgrad/core/kept.py:chunk", layer) == "kept inputs"
     assert named("streamgrad/core/sums.py:zeros_for_sum", "streamgrad/core/chunk.py:deposit", layer) == "keys and values"
-    assert named("streamgrad/core/sums.py:zeros_for_sum", "streamgrad/core/shadows.py:backward", layer) == "gradients"
-    assert named("streamgrad/core/shadows.py:backward", layer) == "activations"
+    assert named("streamgrad/core/sums.py:zeros_for_sum", "streamgrad/core/accumulators.py:backward", layer) == "gradients"
+    assert named("streamgrad/core/accumulators.py:backward", layer) == "activations"
     flash = ("streamgrad/attention/backends/flash.py:backward", layer)
     assert named(*flash, size=2 * T * KEYS) == "keys and values" and named(*flash) == "activations"
 

@@ -51,8 +51,8 @@ MUTANTS = (
     Mutant(
         "one chunk's bias gradient is skipped",
         "engine/grad_accumulator.py",
-        "        if shadow.linear_total is None:",
-        "        if shadow.linear_total is None:\n            ctx.needs_input_grad = (True, True, True, False)",
+        "        if accumulator.product_sum is None:",
+        "        if accumulator.product_sum is None:\n            ctx.needs_input_grad = (True, True, True, False)",
         (FLOAT64, FLOAT32),  # the other proofs' models have no bias
     ),
     Mutant(

@@ -16,7 +16,7 @@ import transformers
 from typer.testing import CliRunner
 
 from streamgrad.cli.app import COMMANDS, app, loaded
-from streamgrad.config import ATTENTION_BACKENDS, COMPILE_MODES, KEEP_POLICIES, OFFLOAD_PLACES, StreamConfig
+from streamgrad.config import ATTENTION_BACKENDS, FUSED_KERNEL_MODES, KEEP_POLICIES, OFFLOAD_PLACES, StreamConfig
 
 ROOT = Path(__file__).parents[2]
 FILES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
@@ -115,7 +115,12 @@ def test_the_table_of_options_is_that_of_the_configuration():
     """A row for each option, with its default and every choice."""
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", (ROOT / "README.md").read_text(), flags=re.MULTILINE))
     assert set(rows) == {option.name for option in dataclasses.fields(StreamConfig)}
-    choices = {"keep": KEEP_POLICIES, "offload": OFFLOAD_PLACES, "attention": ATTENTION_BACKENDS, "compile": COMPILE_MODES}
+    choices = {
+        "keep": KEEP_POLICIES,
+        "offload": OFFLOAD_PLACES,
+        "attention": ATTENTION_BACKENDS,
+        "fused_kernels": FUSED_KERNEL_MODES,
+    }
     for option in dataclasses.fields(StreamConfig):
         default = "what is free" if option.default is None else f'`"{option.default}"`'
         assert rows[option.name].startswith(f"{default} | ")

@@ -263,7 +263,7 @@ def run_case(case: Case) -> Outcome:
 
     def enable() -> None:
         size, compiled = LENGTHS[0] // case.chunks, "on" if case.fused else "auto"
-        streamgrad.enable(model, chunk_size=size, head_chunk_size=3, keep=case.keep, compile=compiled)
+        streamgrad.enable(model, chunk_size=size, head_chunk_size=3, keep=case.keep, fused_kernels=compiled)
 
     if case.chunks is None:
         base_of(model).gradient_checkpointing_enable()

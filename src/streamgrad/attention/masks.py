@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from streamgrad.attention.varlen import Cell, Cells
+from streamgrad.attention.varlen import Segment, VarlenMask
 
 # An additive mask of -1e4 or less is zero after softmax in every floating dtype.
 HIDDEN_BIAS = -1e4
@@ -24,7 +24,7 @@ class Part:
     """What a mask says about the queries of one chunk: the keys `[first, last)` that some of them see, and which see which.
 
     Args:
-        causal, window, cells: as in `backends.Block`.
+        causal, window, varlen: as in `backends.Block`.
         masked: only the mask's `visible(start, stop, first, device)` says it, and `last` is `stop`.
     """
 
@@ -32,7 +32,7 @@ class Part:
     last: int
     causal: bool = False
     window: int | None = None
-    cells: Cells | None = None
+    varlen: VarlenMask | None = None
     masked: bool = False
 
 
@@ -90,22 +90,22 @@ class CausalMask:
                 return Part(first, stop, masked=True)
             return Part(first, stop, causal=True, window=_narrower(self.window, stop - first))
         first = max(first, min(row.document_start(start) for row in self._rows))
-        cells = None if self.has_other_rule else self._cells(start, stop)
-        if cells is None:
+        segments = None if self.has_other_rule else self._segments(start, stop)
+        if segments is None:
             return Part(first, stop, masked=True)
-        by_row = cells * batch if len(self._rows) == 1 else cells
-        numbered = [cell._replace(row=row) for row, of_row in enumerate(by_row) for cell in of_row]
+        by_row = segments * batch if len(self._rows) == 1 else segments
+        numbered = [segment._replace(row=row) for row, of_row in enumerate(by_row) for segment in of_row]
         return _as_part(numbered, start, stop, batch, self.window)
 
-    def _cells(self, start: int, stop: int) -> list[list[Cell]] | None:
-        """Of each row, in positions of the sequence; None where a row's mask is not made of cells."""
-        cells = []
+    def _segments(self, start: int, stop: int) -> list[list[Segment]] | None:
+        """Of each row, in positions of the sequence; None where a row's mask is not made of segments."""
+        segments = []
         for row in self._rows:
-            of_row = row.cells(start, stop, self.window)
+            of_row = row.segments(start, stop, self.window)
             if of_row is None:
                 return None
-            cells.append(of_row)
-        return cells
+            segments.append(of_row)
+        return segments
 
     @cached_property
     def _rows(self) -> list[_Row]:
@@ -149,37 +149,37 @@ class _Row:
                 return
             yield first, self.starts[index + 1] if index + 1 < len(self.starts) else self.length
 
-    def cells(self, start: int, stop: int, window: int | None) -> list[Cell] | None:
-        """What the queries `[start, stop)` see, or None where that is not made of cells."""
+    def segments(self, start: int, stop: int, window: int | None) -> list[Segment] | None:
+        """What the queries `[start, stop)` see, or None where that is not made of segments."""
         if not self.is_contiguous:
             return None
-        cells = []
+        segments = []
         for first, last in self.documents(start, stop):
             first_key = max(first, self.first_real)
             query, end = max(start, first_key), min(stop, last, self.last_real)
             if query < end:
                 seen = first_key if window is None else max(first_key, query - window + 1)
-                cells.append(Cell(0, query, end, seen, end, causal=True))
+                segments.append(Segment(0, query, end, seen, end, causal=True))
             # Queries on the padding after the real tokens see all of these, unless a window hides some or all.
             query, end = max(start, first, self.last_real), min(stop, last)
             if query < end and first_key < self.last_real and (window is None or query - window + 1 < self.last_real):
                 if window is not None and end - window > first_key:
                     return None
-                cells.append(Cell(0, query, end, first_key, self.last_real, causal=False))
-        return cells
+                segments.append(Segment(0, query, end, first_key, self.last_real, causal=False))
+        return segments
 
 
-def _as_part(cells: list[Cell], start: int, stop: int, batch: int, window: int | None) -> Part:
-    """The cells of a chunk; one that is the same in every row and takes in every query is not even a cell."""
-    if not cells:
-        return Part(start, stop, cells=Cells((), batch, stop - start))
-    first, last = min(cell.first_key for cell in cells), max(cell.last_key for cell in cells)
-    window = _narrower(window, max((cell.last_key - cell.first_key for cell in cells if cell.causal), default=0))
-    kinds = {cell[1:] for cell in cells}
-    if len(cells) == batch and len(kinds) == 1 and cells[0][1:3] == (start, stop):
-        return Part(first, last, causal=cells[0].causal, window=window)
-    moved = tuple(cell.moved(queries=start, keys=first) for cell in cells)
-    return Part(first, last, window=window, cells=Cells(moved, batch, stop - start))
+def _as_part(segments: list[Segment], start: int, stop: int, batch: int, window: int | None) -> Part:
+    """The segments of a chunk; one that is the same in every row and takes in every query is not even a segment."""
+    if not segments:
+        return Part(start, stop, varlen=VarlenMask((), batch, stop - start))
+    first, last = min(segment.first_key for segment in segments), max(segment.last_key for segment in segments)
+    window = _narrower(window, max((segment.last_key - segment.first_key for segment in segments if segment.causal), default=0))
+    kinds = {segment[1:] for segment in segments}
+    if len(segments) == batch and len(kinds) == 1 and segments[0][1:3] == (start, stop):
+        return Part(first, last, causal=segments[0].causal, window=window)
+    moved = tuple(segment.moved(queries=start, keys=first) for segment in segments)
+    return Part(first, last, window=window, varlen=VarlenMask(moved, batch, stop - start))
 
 
 def _narrower(window: int | None, keys: int) -> int | None:

@@ -52,14 +52,14 @@ def streamed_attention(
         scale=scale,
         causal=part.causal,
         window=part.window,
-        cells=part.cells,
+        varlen=part.varlen,
         mask=mask.visible(*chunk.span, part.first, query_BHLD.device) if part.masked else None,
         softcap=softcap,
         dropout=dropout,
     )
     keys = part.first, part.last
     if sink_H is not None:
-        sink_H = chunk.exchange.own_heads(sink_H)
+        sink_H = chunk.sharing.own_heads(sink_H)
     out_BHLD = _StreamedAttention.apply(chunk, keys, block, query_BHLD, key_BGLD, value_BGLD, sink_H)
     return out_BHLD if value_size == size else out_BHLD[..., :value_size]
 
@@ -86,7 +86,7 @@ class _StreamedAttention(torch.autograd.Function):
         value_BGLD: Tensor,
         sink_H: Tensor | None,
     ) -> Tensor:
-        query_BHLD = with_dense_rows(chunk.exchange.to_heads(query_BHLD))
+        query_BHLD = with_dense_rows(chunk.sharing.to_heads(query_BHLD))
         done = chunk.kept
         if done is None:
             keys_and_values = chunk.stream.read(*keys)
@@ -95,7 +95,7 @@ class _StreamedAttention(torch.autograd.Function):
                 done = _add_sink(done, sink_H)
             if chunk.keep_attention and block.dropout == 0.0:
                 chunk.kept = done
-        ctx.backends, ctx.exchange, ctx.span, ctx.keys, ctx.block = chunk.backends, chunk.exchange, chunk.span, keys, block
+        ctx.backends, ctx.sharing, ctx.span, ctx.keys, ctx.block = chunk.backends, chunk.sharing, chunk.span, keys, block
         # A chunk that is the whole sequence reads its own keys alone. Its graph may be kept, and run backward more than once:
         # autograd takes care of its tensors, and the sums of one pass do not meet those of another.
         ctx.stream = None if chunk.is_whole else chunk.stream
@@ -103,14 +103,14 @@ class _StreamedAttention(torch.autograd.Function):
         # An alias, so that a tensor that is kept does not itself become the output and a part of this graph.
         out_BHLD = done.out_BHLD.detach()
         ctx.save_for_backward(query_BHLD, out_BHLD, done.lse_BHL, done.dropped_BHLS, sink_H, *own)
-        return chunk.exchange.to_tokens(out_BHLD)
+        return chunk.sharing.to_tokens(out_BHLD)
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, dout_BHLD: Tensor) -> tuple[Tensor | None, ...]:
         query_BHLD, out_BHLD, lse_BHL, dropped_BHLS, sink_H, *own = ctx.saved_tensors
         stream: KeyValueStream = ctx.stream or KeyValueStream(ctx.span[1], (own[0], own[1]))
-        dout_BHLD = with_dense_rows(ctx.exchange.to_heads(dout_BHLD))
+        dout_BHLD = with_dense_rows(ctx.sharing.to_heads(dout_BHLD))
         done = Attended(out_BHLD, lse_BHL, dropped_BHLS)
         dquery_BHLD: Tensor | None = None
         for (start, stop), block in _at_once(ctx.keys, ctx.block, query_BHLD.shape[2]):
@@ -129,7 +129,7 @@ class _StreamedAttention(torch.autograd.Function):
             delta_BHL = (dout_BHLD.to(lse_BHL.dtype) * out_BHLD.to(lse_BHL.dtype)).sum(dim=-1)
             dsink_H = -(weight_BHL * delta_BHL).sum(dim=(0, 2)).to(sink_H.dtype)
         inputs = dquery_BHLD.to(query_BHLD.dtype), dkey_BGLD, dvalue_BGLD
-        return None, None, None, *map(ctx.exchange.to_tokens, inputs), dsink_H
+        return None, None, None, *map(ctx.sharing.to_tokens, inputs), dsink_H
 
 
 def _deposit(stream: KeyValueStream, start: int, pieces: list[KeyGradient]) -> None:

@@ -1,11 +1,11 @@
-"""A mask as rectangles: which keys the queries of a chunk see, in the form that kernels for ragged batches take.
+"""A mask as rectangles: which keys the queries of a chunk see, in the form that kernels for varlen batches take.
 
 With padding at the ends of a row, with packed documents and with a sliding window, a query sees consecutive keys, and queries
-that follow one another see the same keys but for the last ones. A `Cell` is such a rectangle. The cells of a chunk replace its
-(chunk x keys) mask; a query outside of every cell sees no key.
+that follow one another see the same keys but for the last ones. A `Segment` is such a rectangle. The segments of a chunk replace its
+(chunk x keys) mask; a query outside of every segment sees no key.
 
-Shapes: B batch, H heads, L queries of a chunk, S keys, T either, N tokens of a ragged batch (queries or keys of its cells in a
-row), C cells and one, x whatever follows.
+Shapes: B batch, H heads, L queries of a chunk, S keys, T either, N tokens of a varlen batch (queries or keys of its segments in a
+row), C segments and one, x whatever follows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 
-class Cell(NamedTuple):
+class Segment(NamedTuple):
     """Queries `[first_query, last_query)` of a row that see keys `[first_key, last_key)`.
 
     Causal: the last query sees the last key, the one before it all but that one, and so on; else each query sees every key.
@@ -38,8 +38,8 @@ class Cell(NamedTuple):
     def of_keys(self, tensor_BHSx: Tensor) -> Tensor:
         return tensor_BHSx[self.row : self.row + 1, :, self.first_key : self.last_key]
 
-    def moved(self, queries: int, keys: int) -> Cell:
-        """The same cell, counted from other origins."""
+    def moved(self, queries: int, keys: int) -> Segment:
+        """The same segment, counted from other origins."""
         return self._replace(
             first_query=self.first_query - queries,
             last_query=self.last_query - queries,
@@ -49,29 +49,29 @@ class Cell(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Cells:
-    """The cells of one chunk of a batch; what kernels need of them on a device is made once and kept.
+class VarlenMask:
+    """The segments of one chunk of a batch; what kernels need of them on a device is made once and kept.
 
-    No query is in two cells. Those of one kind (causal or not) lie in the order of their rows, queries and keys.
+    No query is in two segments. Those of one kind (causal or not) lie in the order of their rows, queries and keys.
     """
 
-    cells: tuple[Cell, ...]
+    segments: tuple[Segment, ...]
     batch: int
     queries: int
-    _ragged: dict[torch.device, list[Ragged]] = field(default_factory=dict, init=False, repr=False)
+    _batches: dict[torch.device, list[VarlenBatch]] = field(default_factory=dict, init=False, repr=False)
     _intervals: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
 
-    def ragged(self, device: torch.device) -> list[Ragged]:
-        """The causal cells as one ragged batch and the others as a second; without those that would be empty."""
-        if device not in self._ragged:
-            kinds = ([cell for cell in self.cells if cell.causal is causal] for causal in (True, False))
-            self._ragged[device] = [Ragged.of(cells, device) for cells in kinds if cells]
-        return self._ragged[device]
+    def batches(self, device: torch.device) -> list[VarlenBatch]:
+        """The causal segments as one varlen batch and the others as a second; without those that would be empty."""
+        if device not in self._batches:
+            kinds = ([segment for segment in self.segments if segment.causal is causal] for causal in (True, False))
+            self._batches[device] = [VarlenBatch.of(segments, device) for segments in kinds if segments]
+        return self._batches[device]
 
     def visible(self, keys: int, window: int | None, device: torch.device) -> Tensor:
-        """The mask that the cells replace, (B, 1, L, S), for kernels that take nothing else.
+        """The mask that the segments replace, (B, 1, L, S), for kernels that take nothing else.
 
-        `window`, if given, hides all but the last `window` keys from each query of a causal cell.
+        `window`, if given, hides all but the last `window` keys from each query of a causal segment.
         """
         if device not in self._intervals:
             self._intervals[device] = self._interval_of_each_query().to(device)
@@ -82,50 +82,52 @@ class Cells:
         return ((key_S >= first_BL[..., None]) & (key_S < last_BL[..., None])).unsqueeze(1)
 
     def _interval_of_each_query(self) -> Tensor:
-        """(3, B, L): the first key, the end of the keys, and whether the query's cell is causal."""
+        """(3, B, L): the first key, the end of the keys, and whether the query's segment is causal."""
         intervals = torch.zeros(3, self.batch, self.queries, dtype=torch.long)
-        for cell in self.cells:
-            of_cell = intervals[:, cell.row, cell.first_query : cell.last_query]
-            rows = cell.last_query - cell.first_query
-            of_cell[0] = cell.first_key
-            of_cell[1] = torch.arange(cell.last_key - rows + 1, cell.last_key + 1) if cell.causal else cell.last_key
-            of_cell[2] = cell.causal
+        for segment in self.segments:
+            of_segment = intervals[:, segment.row, segment.first_query : segment.last_query]
+            rows = segment.last_query - segment.first_query
+            of_segment[0] = segment.first_key
+            of_segment[1] = (
+                torch.arange(segment.last_key - rows + 1, segment.last_key + 1) if segment.causal else segment.last_key
+            )
+            of_segment[2] = segment.causal
         return intervals
 
 
 @dataclass(frozen=True, eq=False)
-class Ragged:
-    """Cells of one kind, as a ragged batch: cell after cell along one axis of tokens."""
+class VarlenBatch:
+    """Segments of one kind, as a varlen batch: segment after segment along one axis of tokens."""
 
     causal: bool
-    queries: Runs
-    keys: Runs
+    queries: PackedTokens
+    keys: PackedTokens
 
     @staticmethod
-    def of(cells: Sequence[Cell], device: torch.device) -> Ragged:
-        return Ragged(
-            causal=cells[0].causal,
-            queries=Runs.of([(cell.row, cell.first_query, cell.last_query) for cell in cells], device),
-            keys=Runs.of([(cell.row, cell.first_key, cell.last_key) for cell in cells], device),
+    def of(segments: Sequence[Segment], device: torch.device) -> VarlenBatch:
+        return VarlenBatch(
+            causal=segments[0].causal,
+            queries=PackedTokens.of([(segment.row, segment.first_query, segment.last_query) for segment in segments], device),
+            keys=PackedTokens.of([(segment.row, segment.first_key, segment.last_key) for segment in segments], device),
         )
 
 
 @dataclass(frozen=True, eq=False)
-class Runs:
-    """The tokens of a ragged batch: slices `(row, first, last)` of a padded one, as few as possible.
+class PackedTokens:
+    """The tokens of a varlen batch: slices `(row, first, last)` of a padded one, as few as possible.
 
-    `ends_C` is `[0, end of the first cell, ...]` along the ragged axis, in int32; `longest` is the length of the longest cell.
+    `cu_seqlens_C` is `[0, end of the first segment, ...]` along the packed axis, in int32.
     """
 
     slices: tuple[tuple[int, int, int], ...]
-    ends_C: Tensor
-    longest: int
+    cu_seqlens_C: Tensor
+    max_seqlen: int
 
     @staticmethod
-    def of(pieces: Sequence[tuple[int, int, int]], device: torch.device) -> Runs:
+    def of(pieces: Sequence[tuple[int, int, int]], device: torch.device) -> PackedTokens:
         lengths = [last - first for _, first, last in pieces]
         ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        return Runs(tuple(_joined(pieces)), ends.to(device), max(lengths))
+        return PackedTokens(tuple(_joined(pieces)), ends.to(device), max(lengths))
 
     def gather(self, tensor_BHTx: Tensor) -> Tensor:
         """(N, H, ...): a view where one slice is all there is."""

@@ -140,7 +140,7 @@ def bench_step(
     keep: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "auto",
     offload: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "auto",
     attention: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "auto",
-    compile: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "auto",
+    fused_kernels: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "auto",
     flash: Annotated[Flash, typer.Option(help="What torch's flash operators run, for all methods; FA2 is its own.")] = Flash.FA2,
     memory_budget: Annotated[
         str | None, typer.Option(help="As for streamgrad.enable; `liger`: at each length what liger took there, by the records.")
@@ -173,7 +173,7 @@ def bench_step(
         "keep": keep,
         "offload": offload,
         "attention": attention,
-        "compile": compile,
+        "fused_kernels": fused_kernels,
     }
     command = f"python -m streamgrad bench step --model {model} --seq {seq} --methods {methods} --runs {runs}"
     command += "" if batch == "1" else f" --batch {batch}"

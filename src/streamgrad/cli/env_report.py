@@ -133,7 +133,7 @@ def _kernels_for(mask: CausalMask | DenseMask, softcap: float | None, device: to
         scale=HEAD_SIZE**-0.5,
         causal=part.causal,
         window=part.window,
-        cells=part.cells,
+        varlen=part.varlen,
         mask=mask.visible(START, STOP, part.first, device) if part.masked else None,
         softcap=softcap,
     )

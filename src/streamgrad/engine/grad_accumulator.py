@@ -1,7 +1,7 @@
 """Parameter gradients that are summed over chunks and leave once.
 
-A *shadow* is a leaf tensor that shares a parameter's storage. While chunks run backward, the module holds shadows in place of
-its trainable parameters, so the chunks' gradients are summed in the shadows (in fp32 for 16-bit parameters) and nothing that
+A *gradient accumulator* is a leaf tensor that shares a parameter's storage. While chunks run backward, the module holds accumulators
+in place of its trainable parameters. The chunks' gradients are summed there (in fp32 for 16-bit parameters), and nothing that
 watches the real parameters, a user's hook, DDP, FSDP or DeepSpeed, sees more than the one gradient that is returned.
 
 The weight of a linear map, which is nearly all parameters, is summed by the matrix product itself: each chunk's product is added
@@ -26,21 +26,21 @@ from streamgrad.ops.accumulate import accumulator_dtype, add_product_, zeros_for
 from streamgrad.ops.autograd import first_order_only, own
 
 
-class Shadow(Tensor):
+class GradAccumulator(Tensor):
     """A parameter's stand-in; as the weight of `torch.nn.functional.linear` it sums its gradient in the product."""
 
-    linear_total: Tensor | None
+    product_sum: Tensor | None
     autocast_copies: dict[torch.dtype, Tensor]  # by what the product is in
 
     @classmethod
-    def of(cls, parameter: Tensor) -> Shadow:
-        shadow = parameter.detach().as_subclass(cls)
-        shadow.requires_grad_()
-        shadow.linear_total, shadow.autocast_copies = None, {}
+    def of(cls, parameter: Tensor) -> GradAccumulator:
+        accumulator = parameter.detach().as_subclass(cls)
+        accumulator.requires_grad_()
+        accumulator.product_sum, accumulator.autocast_copies = None, {}
         sum_dtype = accumulator_dtype(parameter.dtype)
         if sum_dtype is not parameter.dtype:
-            shadow.grad_dtype = sum_dtype  # what other operations give is summed by autograd
-        return shadow
+            accumulator.grad_dtype = sum_dtype  # what other operations give is summed by autograd
+        return accumulator
 
     def register_hook(self, hook: Any) -> Any:
         """Nor `register_post_accumulate_grad_hook`: a hook would be called with the sum so far, once a chunk."""
@@ -54,7 +54,7 @@ class Shadow(Tensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if function is F.linear and len(args) > 1 and isinstance(args[1], Shadow) and args[1].dim() == 2:
+            if function is F.linear and len(args) > 1 and isinstance(args[1], GradAccumulator) and args[1].dim() == 2:
                 return _linear(*args, **(kwargs or {}))
             return function(*args, **(kwargs or {}))
 
@@ -67,36 +67,38 @@ class Shadow(Tensor):
         return self.autocast_copies[dtype]
 
     def take_gradient(self) -> Tensor | None:
-        """The sum, which the shadow (that a chunk's graph may still hold) lets go; None where no chunk reached the parameter."""
+        """Return the sum and let it go, as a chunk's graph may still hold the accumulator; None where no chunk reached the parameter."""
         with torch._C.DisableTorchFunctionSubclass():
-            terms = [term for term in (self.linear_total, self.grad) if term is not None]
-            self.linear_total = self.grad = None
+            terms = [term for term in (self.product_sum, self.grad) if term is not None]
+            self.product_sum = self.grad = None
             return sum(terms[1:], terms[0]) if terms else None
 
 
-class Shadows:
-    """Shadows of `parameters`, in their order; plain leaves where a single chunk leaves nothing to be `summed`."""
+class GradAccumulators:
+    """GradAccumulators of `parameters`, in their order; plain leaves where a single chunk leaves nothing to be `summed`."""
 
     def __init__(self, parameters: Sequence[Tensor], *, summed: bool) -> None:
         self.parameters = list(parameters)
-        make = Shadow.of if summed else _leaf
+        make = GradAccumulator.of if summed else _leaf
         self.tensors = [make(parameter) for parameter in self.parameters]
 
     @contextmanager
     def installed_in(self, module: nn.Module) -> Iterator[None]:
-        """Within the block, `module` and its submodules read the shadows wherever they hold one of the parameters.
+        """Within the block, `module` and its submodules read the accumulators wherever they hold one of the parameters.
 
         Entries of `_parameters` are swapped, which no hook or engine observes, and put back whatever happens.
         """
-        shadow_of = {id(parameter): shadow for parameter, shadow in zip(self.parameters, self.tensors, strict=True)}
+        accumulator_of = {
+            id(parameter): accumulator for parameter, accumulator in zip(self.parameters, self.tensors, strict=True)
+        }
         swapped: list[tuple[dict, str, nn.Parameter]] = []
         try:
             for submodule in modules_of(module):
                 for name, parameter in submodule._parameters.items():
-                    if parameter is not None and id(parameter) in shadow_of:
+                    if parameter is not None and id(parameter) in accumulator_of:
                         swapped.append((submodule._parameters, name, parameter))
-                        submodule._parameters[name] = shadow_of[id(parameter)]  # type: ignore[assignment]
-            if len({id(parameter) for _, _, parameter in swapped}) != len(shadow_of):
+                        submodule._parameters[name] = accumulator_of[id(parameter)]  # type: ignore[assignment]
+            if len({id(parameter) for _, _, parameter in swapped}) != len(accumulator_of):
                 raise RuntimeError(
                     "parameters of a layer were replaced between forward and backward (by load_state_dict(assign=True), "
                     "functional_call or assignment), so their gradients would be lost. Call backward first."
@@ -111,7 +113,10 @@ class Shadows:
 
         None and not zeros for an unused parameter, so that optimizers and engines treat it as they would without streaming.
         """
-        return [shadow.take_gradient() if isinstance(shadow, Shadow) else shadow.grad for shadow in self.tensors]
+        return [
+            accumulator.take_gradient() if isinstance(accumulator, GradAccumulator) else accumulator.grad
+            for accumulator in self.tensors
+        ]
 
     def take_gradients(self) -> list[Tensor | None]:
         """The summed gradients in the parameters' own dtype. No sum outlives its conversion."""
@@ -127,8 +132,8 @@ def _leaf(parameter: Tensor) -> Tensor:
     return parameter.detach().requires_grad_()
 
 
-def _linear(hidden: Tensor, weight: Shadow, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear` under the current autocast; the weight's gradient goes into `weight.linear_total`."""
+def _linear(hidden: Tensor, weight: GradAccumulator, bias: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear` under the current autocast; the weight's gradient goes into `weight.product_sum`."""
     operands = as_autocast(hidden), weight.for_product(), None if bias is None else as_autocast(bias)
     device_type = hidden.device.type
     # Entered only where it changes something: it is not free, and a chunk has a product for every weight.
@@ -137,11 +142,11 @@ def _linear(hidden: Tensor, weight: Shadow, bias: Tensor | None = None) -> Tenso
 
 
 class _SummingLinear(torch.autograd.Function):
-    """`F.linear(hidden, weight, bias)`; the shadow is an input so that there is a graph even where nothing else needs one."""
+    """`F.linear(hidden, weight, bias)`. The accumulator is an input, so that there is a graph even where nothing else needs one."""
 
     @staticmethod
-    def forward(ctx: Any, shadow: Shadow, hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        ctx.shadow = shadow
+    def forward(ctx: Any, accumulator: GradAccumulator, hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        ctx.accumulator = accumulator
         ctx.save_for_backward(hidden, weight_OI)
         return own(F.linear(hidden, weight_OI, bias_O))
 
@@ -150,10 +155,10 @@ class _SummingLinear(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight_OI = ctx.saved_tensors
         dout_NO, hidden_NI = dout.reshape(-1, dout.shape[-1]), hidden.reshape(-1, hidden.shape[-1])
-        shadow: Shadow = ctx.shadow
-        if shadow.linear_total is None:
-            shadow.linear_total = zeros_for_sum(weight_OI)
-        add_product_(shadow.linear_total, dout_NO.mT, hidden_NI)
+        accumulator: GradAccumulator = ctx.accumulator
+        if accumulator.product_sum is None:
+            accumulator.product_sum = zeros_for_sum(weight_OI)
+        add_product_(accumulator.product_sum, dout_NO.mT, hidden_NI)
         dhidden = dout @ weight_OI if ctx.needs_input_grad[1] else None
         dbias = dout_NO.sum(dim=0) if ctx.needs_input_grad[3] else None
         return None, dhidden, None, dbias

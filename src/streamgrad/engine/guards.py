@@ -23,7 +23,7 @@ _REMEDY = "Call backward before changing the model, or call streamgrad.disable(m
 _SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 
 
-class Expectation:
+class RerunGuard:
     """What was true of a layer, and what each of its chunks gave, when it ran forward."""
 
     def __init__(self, layer: nn.Module, parameters: Sequence[Tensor]) -> None:

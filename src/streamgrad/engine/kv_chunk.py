@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from streamgrad.engine.ulysses import ALONE, Exchange
+from streamgrad.engine.ulysses import ALONE, SequenceSharing
 from streamgrad.ops.accumulate import as_sum, zeros_for_sum
 
 
@@ -28,7 +28,7 @@ def with_dense_rows(tensor_BHLD: Tensor) -> Tensor:
     return tensor_BHLD if tensor_BHLD.stride(-1) == 1 else tensor_BHLD.contiguous()
 
 
-class StopAtKeys(Exception):
+class StopAfterWrite(Exception):
     """Raised by `Chunk.receive` to leave a layer's forward as soon as its keys and values are written."""
 
 
@@ -135,14 +135,14 @@ class Chunk(LayerChunk):
     mask: object
     backends: list
     keep_attention: bool = False
-    stop_at_keys: bool = False
+    stop_after_write: bool = False
     write_keys: bool = True
     kept: Attended | None = None
     own: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     cached: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     attention_calls: int = 0
     made_after_update: bool = False  # keys and values are not what was cached
-    exchange: Exchange = ALONE
+    sharing: SequenceSharing = ALONE
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """The cache seam: hand what is to be cached straight back. It may not be keys and values yet (latent attention)."""
@@ -158,9 +158,9 @@ class Chunk(LayerChunk):
         self.attention_calls += 1
         self.own = key_BGLD, value_BGLD
         if self.write_keys:
-            self.stream.write(*self.span, *(self.exchange.to_heads(states.detach()) for states in self.own))
-        if self.stop_at_keys:
-            raise StopAtKeys
+            self.stream.write(*self.span, *(self.sharing.to_heads(states.detach()) for states in self.own))
+        if self.stop_after_write:
+            raise StopAfterWrite
 
     def _check_tokens(self, key_BGLD: Tensor) -> None:
         if key_BGLD.shape[-2] != self.stop - self.start:
@@ -171,7 +171,7 @@ class Chunk(LayerChunk):
 
     @property
     def span(self) -> tuple[int, int]:
-        return self.exchange.ranks * self.start, self.exchange.ranks * self.stop
+        return self.sharing.ranks * self.start, self.sharing.ranks * self.stop
 
     @property
     def is_whole(self) -> bool:

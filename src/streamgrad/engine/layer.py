@@ -25,14 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamgrad.engine.grad_accumulator import Shadows
-from streamgrad.engine.guards import Expectation, check_leaves, gradient_of_input
+from streamgrad.engine.grad_accumulator import GradAccumulators
+from streamgrad.engine.guards import RerunGuard, check_leaves, gradient_of_input
 from streamgrad.engine.host_offload import HostStore
-from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, SeamError, StopAtKeys, spans
+from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, SeamError, StopAfterWrite, spans
 from streamgrad.engine.module_walk import modules_of, parameters_of, trainable_parameters
 from streamgrad.engine.replay import Autocast, RandomTape
-from streamgrad.engine.saved import Kept, KeptOnDevice, KeptOnHost, Reader
-from streamgrad.engine.ulysses import ALONE, Exchange
+from streamgrad.engine.saved import Reader, Saved, SavedOnDevice, SavedOnHost
+from streamgrad.engine.ulysses import ALONE, SequenceSharing
 from streamgrad.memory.costs import LayerPolicy
 from streamgrad.ops.autograd import first_order_only
 
@@ -55,7 +55,7 @@ class StreamedCall:
     chunk_size: int
     policy: LayerPolicy
     host_store: HostStore
-    exchange: Exchange = ALONE
+    sharing: SequenceSharing = ALONE
 
     def __call__(self, h_BTE: Tensor) -> Tensor:
         if torch.is_grad_enabled() and self.policy.keep == "all":
@@ -81,23 +81,23 @@ class StreamedCall:
     def spans(self, length: int) -> list[tuple[int, int]]:
         return spans(length, self.chunk_size)
 
-    def spans_of_keys(self, length: int) -> list[tuple[int, int]]:
+    def spans_to_restore(self, length: int) -> list[tuple[int, int]]:
         """Of the chunks that are run up to their keys, where those are not kept."""
         return self.spans(length)
 
-    def kept(self, h_BTE: Tensor) -> Kept:
+    def kept(self, h_BTE: Tensor) -> Saved:
         may_move = self.policy.on_host and h_BTE.device.type == "cuda"
         if may_move and all(parameter.device == h_BTE.device for parameter in parameters_of(self.layer)):
-            first = len(self.spans_of_keys(h_BTE.shape[1]))
-            return KeptOnHost(h_BTE, self.spans(h_BTE.shape[1]), first, self.host_store)
-        return KeptOnDevice(h_BTE, self.spans(h_BTE.shape[1]))
+            first = len(self.spans_to_restore(h_BTE.shape[1]))
+            return SavedOnHost(h_BTE, self.spans(h_BTE.shape[1]), first, self.host_store)
+        return SavedOnDevice(h_BTE, self.spans(h_BTE.shape[1]))
 
     def chunk(self, span: tuple[int, int], stream: KeyValueStream, **options: Any) -> Chunk:
-        return Chunk(*span, stream=stream, mask=self.mask, backends=self.backends, exchange=self.exchange, **options)
+        return Chunk(*span, stream=stream, mask=self.mask, backends=self.backends, sharing=self.sharing, **options)
 
     def new_stream(self, length: int, tensors: tuple[Tensor, Tensor] | None = None) -> KeyValueStream:
         """For the whole sequence of which this process has `length` tokens."""
-        return KeyValueStream(self.exchange.ranks * length, tensors)
+        return KeyValueStream(self.sharing.ranks * length, tensors)
 
     def check_chunks(self, chunk: Chunk, h_BTE: Tensor) -> None:
         """Raise where the first chunk has shown code that may not be the same in chunks."""
@@ -112,9 +112,9 @@ class _StreamedLayer(torch.autograd.Function):
     def forward(ctx: Any, call: StreamedCall, h_BTE: Tensor, *parameters: Tensor) -> Tensor:
         ctx.call, ctx.parameters = call, parameters
         ctx.autocast, ctx.tape = Autocast(h_BTE.device.type), call.random_tape(h_BTE)
-        ctx.expectation, ctx.kept = Expectation(call.layer, parameters), call.kept(h_BTE)
+        ctx.guard, ctx.kept = RerunGuard(call.layer, parameters), call.kept(h_BTE)
         ctx.h_shape, ctx.h_dtype = h_BTE.shape, h_BTE.dtype
-        out_BTE, stream = _forward(call, h_BTE, ctx.tape, ctx.expectation, ctx.kept)
+        out_BTE, stream = _forward(call, h_BTE, ctx.tape, ctx.guard, ctx.kept)
         ctx.autocast.forget_casts()
         ctx.kept.finish(ctx, stream.tensors)
         return out_BTE
@@ -124,12 +124,12 @@ class _StreamedLayer(torch.autograd.Function):
     def backward(ctx: Any, dout_BTE: Tensor) -> tuple[Tensor | None, ...]:
         reader = ctx.kept.reader(ctx)  # which raises where backward has run before
         call: StreamedCall = ctx.call
-        expectation: Expectation = ctx.expectation
-        expectation.check_unchanged()
+        guard: RerunGuard = ctx.guard
+        guard.check_unchanged()
         chunks = list(enumerate(call.spans(ctx.h_shape[1])))
-        shadows = Shadows(ctx.parameters, summed=len(chunks) > 1)
+        accumulators = GradAccumulators(ctx.parameters, summed=len(chunks) > 1)
         dh_BTE: Tensor | None = None
-        with shadows.installed_in(call.layer):
+        with accumulators.installed_in(call.layer):
             with ctx.autocast.restored():
                 stream = _restore_stream(call, ctx.tape, reader, ctx.h_shape[1])
             for index, (start, stop) in reversed(chunks):
@@ -139,9 +139,9 @@ class _StreamedLayer(torch.autograd.Function):
                 with torch.enable_grad(), ctx.autocast.restored(), ctx.tape.replaying(index):
                     out_BLE = call.run(h_BLE, chunk)
                 chunk.release()
-                expectation.note_again(index, out_BLE)
+                guard.note_again(index, out_BLE)
                 if index == len(chunks) - 1:
-                    check_leaves(out_BLE, [h_BLE, *shadows.tensors, *chunk.inputs], call.layer)
+                    check_leaves(out_BLE, [h_BLE, *accumulators.tensors, *chunk.inputs], call.layer)
                 # None where a layer's only trainable parameter is one it does not use.
                 outputs = [(out_BLE, dout_BTE[:, start:stop]), *chunk.outputs()]
                 outputs = [(output, gradient) for output, gradient in outputs if output.requires_grad]
@@ -156,18 +156,18 @@ class _StreamedLayer(torch.autograd.Function):
                         dh_BTE[:, start:stop] = gradient_of_input(h_BLE, call.layer)
                 # Else they would be held, with their gradients, while the next chunk runs.
                 del h_BLE, attended, chunk, out_BLE, outputs
-        expectation.check_outcome_later(in_16_bits=ctx.autocast.enabled or ctx.h_dtype.itemsize == 2)
+        guard.check_outcome_later(in_16_bits=ctx.autocast.enabled or ctx.h_dtype.itemsize == 2)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             # A program may hold on to its last loss, and with it to this node.
             ctx.kept.release()
-            ctx.call = ctx.expectation = None
-        return None, dh_BTE, *shadows.take_gradients()
+            ctx.call = ctx.guard = None
+        return None, dh_BTE, *accumulators.take_gradients()
 
 
 def _forward(
-    call: StreamedCall, h_BTE: Tensor, tape: RandomTape, expectation: Expectation | None, kept: Kept | None
+    call: StreamedCall, h_BTE: Tensor, tape: RandomTape, guard: RerunGuard | None, kept: Saved | None
 ) -> tuple[Tensor, KeyValueStream]:
-    """All chunks in order, without a graph; `expectation` and `kept` are told of each where there will be a backward pass."""
+    """All chunks in order, without a graph; `guard` and `kept` are told of each where there will be a backward pass."""
     h_BTE = h_BTE.detach()  # or chunks would claim to need a gradient, and hooks on submodules would believe them
     stream = call.new_stream(h_BTE.shape[1])
     out_BTE: Tensor | None = None
@@ -184,8 +184,8 @@ def _forward(
         replaced = index == 0 and not all(map(operator.is_, call.layer.buffers(), buffers))
         if replaced or [buffer._version for buffer in buffers] != versions:
             raise SeamError("its layers change a buffer in forward, which would happen once a chunk and again in backward")
-        if expectation is not None:
-            expectation.note(out_BLE)
+        if guard is not None:
+            guard.note(out_BLE)
         if kept is not None:
             kept.note(index, chunk.kept)
         if stop - start == h_BTE.shape[1]:
@@ -203,7 +203,7 @@ def _restore_stream(call: StreamedCall, tape: RandomTape, reader: Reader, length
     if reader.has_attention:
         return call.new_stream(length, reader.keys_and_values())
     stream = call.new_stream(length)
-    for index, span in enumerate(call.spans_of_keys(length)):
+    for index, span in enumerate(call.spans_to_restore(length)):
         h_BLE, _ = reader.chunk(index)
         with torch.no_grad(), tape.replaying(index):
             _write_keys(call, h_BLE, span, stream)
@@ -211,8 +211,8 @@ def _restore_stream(call: StreamedCall, tape: RandomTape, reader: Reader, length
 
 
 def _write_keys(call: StreamedCall, h_BLE: Tensor, span: tuple[int, int], stream: KeyValueStream) -> None:
-    with contextlib.suppress(StopAtKeys):
-        call.run(h_BLE, call.chunk(span, stream, stop_at_keys=True))
+    with contextlib.suppress(StopAfterWrite):
+        call.run(h_BLE, call.chunk(span, stream, stop_after_write=True))
 
 
 def _check_keys_of_single_tokens(call: StreamedCall, h_BTE: Tensor) -> None:
@@ -223,7 +223,7 @@ def _check_keys_of_single_tokens(call: StreamedCall, h_BTE: Tensor) -> None:
     """
     if call.layer in CHECKED or h_BTE.is_meta:
         return
-    call = replace(call, exchange=ALONE)  # whether other ranks ask too is not known here
+    call = replace(call, sharing=ALONE)  # whether other ranks ask too is not known here
     of_two, of_one = call.new_stream(2), call.new_stream(2)
     with torch.no_grad(), in_eval_mode(call.layer):  # as draws of a dropout do depend on a chunk
         _write_keys(call, h_BTE[:, :2], (0, 2), of_two)

@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamgrad.engine.kv_chunk import Attended, LayerChunk, SeamError, StopAtKeys, UnknownSeamAttribute, spans
+from streamgrad.engine.kv_chunk import Attended, LayerChunk, SeamError, StopAfterWrite, UnknownSeamAttribute, spans
 from streamgrad.engine.layer import CHECKED, StreamedCall, in_eval_mode, largest_rounding, relative_difference
 
 # By kind, "conv" or "recurrent", and number: a layer may have several of each.
 States = dict[tuple[str, int], Tensor]
 
 
-class StateStream:
+class RecurrentStates:
     """The states before each chunk, by its first token, and the gradient of the state after the chunk at work."""
 
     tensors = ()  # of keys and values, which there are none of
@@ -41,13 +41,13 @@ class StateStream:
 
 
 @dataclass
-class StateChunk(LayerChunk):
+class RecurrentChunk(LayerChunk):
     """Cache of one call of such a layer over `[start, stop)`: the methods that transformers' layers call of a `Cache`."""
 
     start: int
     stop: int
-    stream: StateStream
-    stop_at_keys: bool = False
+    stream: RecurrentStates
+    stop_after_write: bool = False
     write_keys: bool = True
     given: States = field(init=False, repr=False)
     read: set[tuple[str, int]] = field(default_factory=set, repr=False)
@@ -102,14 +102,14 @@ class StateChunk(LayerChunk):
         if (kind, number) in self.written:
             raise SeamError("its layers write a state more than once")
         self.written[kind, number] = state
-        if self.stop_at_keys and self.written.keys() == self.stream.names:
+        if self.stop_after_write and self.written.keys() == self.stream.names:
             self._hand_on()
-            raise StopAtKeys
+            raise StopAfterWrite
 
     def _hand_on(self) -> None:
         # Copies: a state may be a slice of something long.
         self.stream.before[self.stop] = {name: state.detach().clone() for name, state in self.written.items()}
-        if not self.stop_at_keys:  # in forward, where the state before a chunk is needed no more
+        if not self.stop_after_write:  # in forward, where the state before a chunk is needed no more
             self.stream.before.pop(self.start)
 
     def check_finished(self) -> None:
@@ -138,8 +138,8 @@ class StateChunk(LayerChunk):
 
 
 @dataclass
-class StatefulCall(StreamedCall):
-    """One call of a layer with states; its `run` takes a `StateChunk`."""
+class RecurrentCall(StreamedCall):
+    """One call of a layer with states; its `run` takes a `RecurrentChunk`."""
 
     names: set[tuple[str, int]] = field(default_factory=set)
 
@@ -150,16 +150,16 @@ class StatefulCall(StreamedCall):
             found[-2:] = [(found[-2][0], found[-1][1])]
         return found
 
-    def spans_of_keys(self, length: int) -> list[tuple[int, int]]:
+    def spans_to_restore(self, length: int) -> list[tuple[int, int]]:
         """Nothing comes after the last state."""
         return self.spans(length)[:-1]
 
     def chunk(self, span: tuple[int, int], stream: Any, *, keep_attention: bool = False, kept: Any = None, **options: Any) -> Any:
         """There is no attention to be kept."""
-        return StateChunk(*span, stream=stream, **options)
+        return RecurrentChunk(*span, stream=stream, **options)
 
     def new_stream(self, length: int, tensors: tuple[Tensor, Tensor] | None = None) -> Any:
-        return StateStream(self.names)
+        return RecurrentStates(self.names)
 
     def check_chunks(self, chunk: Any, h_BTE: Tensor) -> None:
         """Raise where the first tokens in two chunks are not what they are in one, by their states and their outputs.
@@ -169,11 +169,11 @@ class StatefulCall(StreamedCall):
         if self.layer in CHECKED or h_BTE.is_meta or h_BTE.shape[1] < 4:
             return
         cut, length = h_BTE.shape[1] // 2 if h_BTE.shape[1] < 8 else 6, min(8, h_BTE.shape[1])
-        whole, parts = StateStream(set()), StateStream(set())
+        whole, parts = RecurrentStates(set()), RecurrentStates(set())
         outputs, states = [], []
         with torch.no_grad(), in_eval_mode(self.layer):
             for stream, span in ((whole, (0, length)), (parts, (0, cut)), (parts, (cut, length))):
-                part = StateChunk(*span, stream=stream)
+                part = RecurrentChunk(*span, stream=stream)
                 outputs.append(self.run(h_BTE[:, slice(*span)], part).flatten(2))
                 part.check_finished()
                 states.append(stream.before[span[1]])

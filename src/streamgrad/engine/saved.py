@@ -19,7 +19,7 @@ from streamgrad.engine.kv_chunk import Attended
 Span = tuple[int, int]
 
 
-class Kept(Protocol):
+class Saved(Protocol):
     """Written chunk by chunk in forward."""
 
     def note(self, index: int, attended: Attended | None) -> None:
@@ -49,7 +49,7 @@ class Reader(Protocol):
         ...
 
 
-class KeptOnDevice:
+class SavedOnDevice:
     """In autograd's own care: freed, and checked for changes in place, as any saved tensor."""
 
     def __init__(self, h_BTE: Tensor, spans: Sequence[Span]) -> None:
@@ -95,7 +95,7 @@ class _DeviceReader:
         return self._h_BTE[:, start:stop], attended
 
 
-class KeptOnHost:
+class SavedOnHost:
     """On a shelf of the model's host store; `first` chunks of those are read before all are read in reverse order."""
 
     def __init__(self, h_BTE: Tensor, spans: Sequence[Span], first: int, store: HostStore) -> None:

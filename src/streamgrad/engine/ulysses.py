@@ -10,7 +10,7 @@ same global chunk at the same time. Around attention, and nowhere else, ranks ex
     to_heads:   (B, H, L, D), my tokens of all heads   ->  (B, H/P, P L, D), all tokens of my heads
     to_tokens:  the inverse, which is also the transpose: each is the other's backward pass
 
-A model is given contiguous slices, `[r T, (r + 1) T)` on rank r. `deal` brings a slice into the order above, `undeal` back.
+A model is given contiguous slices, `[r T, (r + 1) T)` on rank r. `to_chunk_order` brings a slice into the order above, `to_slice_order` back.
 
 Known limits: exchanges do not overlap with computation.
 
@@ -30,7 +30,7 @@ from torch import Tensor
 from streamgrad.ops.autograd import first_order_only
 
 
-class Exchange:
+class SequenceSharing:
     """All tokens are here, and nothing is exchanged."""
 
     ranks = 1
@@ -51,10 +51,10 @@ class Exchange:
         return numbers
 
 
-ALONE = Exchange()
+ALONE = SequenceSharing()
 
 
-class Ulysses(Exchange):
+class Ulysses(SequenceSharing):
     """Tokens are dealt out to the ranks of `group`, `length` to each, in chunks of `chunk_size`, on `device`."""
 
     def __init__(self, group: dist.ProcessGroup, length: int, chunk_size: int, device: torch.device) -> None:
@@ -110,13 +110,13 @@ class Ulysses(Exchange):
 
     # --- dealing -------------------------------------------------------------------------------------------------------
 
-    def deal(self, slice_BT: Tensor) -> Tensor:
+    def to_chunk_order(self, slice_BT: Tensor) -> Tensor:
         """The rank's slice, (B, T, ...), for its dealt tokens."""
-        return _Deal.apply(self, slice_BT)
+        return _ToChunkOrder.apply(self, slice_BT)
 
-    def undeal(self, dealt_BT: Tensor) -> Tensor:
+    def to_slice_order(self, ordered_BT: Tensor) -> Tensor:
         """The rank's dealt tokens, (B, T, ...), for its slice."""
-        return _Undeal.apply(self, dealt_BT)
+        return _ToSliceOrder.apply(self, ordered_BT)
 
     def gather(self, slice_BT: Tensor) -> Tensor:
         """The whole sequence, in order, of which each rank has a slice."""
@@ -151,40 +151,40 @@ class Ulysses(Exchange):
     def _received(self) -> list[int]:
         return (self.positions_T // self.length).bincount(minlength=self.ranks).tolist()
 
-    def _dealt(self, slice_BT: Tensor) -> Tensor:
+    def _chunk_ordered(self, slice_BT: Tensor) -> Tensor:
         sent_TB = slice_BT.transpose(0, 1)[self._order_T].contiguous()
         received_TB = torch.empty_like(sent_TB)
         dist.all_to_all_single(received_TB, sent_TB, self._received, self._sent, group=self.group)
         return received_TB.transpose(0, 1).contiguous()
 
-    def _undealt(self, dealt_BT: Tensor) -> Tensor:
-        sent_TB = dealt_BT.transpose(0, 1).contiguous()
+    def _slice_ordered(self, ordered_BT: Tensor) -> Tensor:
+        sent_TB = ordered_BT.transpose(0, 1).contiguous()
         received_TB = torch.empty_like(sent_TB)
         dist.all_to_all_single(received_TB, sent_TB, self._sent, self._received, group=self.group)
-        slice_BT = torch.empty_like(dealt_BT, memory_format=torch.contiguous_format)
+        slice_BT = torch.empty_like(ordered_BT, memory_format=torch.contiguous_format)
         slice_BT.transpose(0, 1)[self._order_T] = received_TB
         return slice_BT
 
 
-class _Deal(torch.autograd.Function):
+class _ToChunkOrder(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Ulysses, slice_BT: Tensor) -> Tensor:
-        ctx.exchange = exchange
-        return exchange._dealt(slice_BT)
+    def forward(ctx: Any, sharing: Ulysses, slice_BT: Tensor) -> Tensor:
+        ctx.sharing = sharing
+        return sharing._chunk_ordered(slice_BT)
 
     @staticmethod
     @first_order_only
-    def backward(ctx: Any, ddealt_BT: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.exchange._undealt(ddealt_BT)
+    def backward(ctx: Any, dordered_BT: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.sharing._slice_ordered(dordered_BT)
 
 
-class _Undeal(torch.autograd.Function):
+class _ToSliceOrder(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Ulysses, dealt_BT: Tensor) -> Tensor:
-        ctx.exchange = exchange
-        return exchange._undealt(dealt_BT)
+    def forward(ctx: Any, sharing: Ulysses, ordered_BT: Tensor) -> Tensor:
+        ctx.sharing = sharing
+        return sharing._slice_ordered(ordered_BT)
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, dslice_BT: Tensor) -> tuple[None, Tensor]:
-        return None, ctx.exchange._dealt(dslice_BT)
+        return None, ctx.sharing._chunk_ordered(dslice_BT)

@@ -1,7 +1,7 @@
 """Cross entropy of a head that is more than one linear map (LoRA on the head, an adapter, a wrapper), one chunk at a time.
 
 The same one-pass idea as `cross_entropy`, by autograd: each chunk's logits come from the module itself, their loss is
-differentiated at once into shadows of the module's parameters, and backward only scales.
+differentiated at once into accumulators of the module's parameters, and backward only scales.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamgrad.engine.grad_accumulator import Shadows
+from streamgrad.engine.grad_accumulator import GradAccumulators
 from streamgrad.engine.guards import check_leaves, gradient_of_input
 from streamgrad.engine.module_walk import trainable_parameters
 from streamgrad.head.linear_head import LogitMap
@@ -51,13 +51,13 @@ class _ModuleCrossEntropy(torch.autograd.Function):
         hidden_NE: Tensor,
         *parameters: Tensor,
     ) -> Tensor:
-        shadows = Shadows(parameters, summed=True)
+        accumulators = GradAccumulators(parameters, summed=True)
         dhidden_NE = torch.zeros_like(hidden_NE) if ctx.needs_input_grad[4] else None
-        with shadows.installed_in(module):
-            total = _total(module, run, hidden_NE, rows, logit_map, dhidden_NE, shadows.tensors)
+        with accumulators.installed_in(module):
+            total = _total(module, run, hidden_NE, rows, logit_map, dhidden_NE, accumulators.tensors)
         # fp32 sums are kept unscaled; casting them before they are scaled would round twice.
         ctx.parameter_dtypes = [parameter.dtype for parameter in parameters]
-        sums = shadows.take_sums()
+        sums = accumulators.take_sums()
         if not rows.count:  # then no chunk has run, and engines wait for a gradient from every rank
             sums = [zeros_for_sum(parameter) for parameter in parameters]
         ctx.save_for_backward(dhidden_NE, *sums)

@@ -23,14 +23,14 @@ from streamgrad.engine.host_offload import HostStore
 from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.layer import StreamedCall
 from streamgrad.engine.module_walk import modules_of
-from streamgrad.engine.recurrent_chunk import StatefulCall
-from streamgrad.engine.ulysses import Exchange
+from streamgrad.engine.recurrent_chunk import RecurrentCall
+from streamgrad.engine.ulysses import SequenceSharing
 from streamgrad.hf.attention_seam import streamed_attention_in
 from streamgrad.hf.discover import (
     attention_configs,
     decoder_layers,
     foreign_attention,
-    is_stateful,
+    is_recurrent,
     layer_refusals,
 )
 from streamgrad.hf.fusion import Fusion
@@ -134,7 +134,7 @@ def _streamed_layers(decoder: Any, stream: DecoderStream, sequences: WholeSequen
         for reason in foreign_attention(configs, layers[0]):
             raise SeamError(reason)
         restore.enter_context(streamed_attention_in(configs))
-        restore.enter_context(Fusion(rest, mode=stream.config.compile).installed())
+        restore.enter_context(Fusion(rest, mode=stream.config.fused_kernels).installed())
         forwards = [(layer, "forward", call.streamed_forward(index)) for index, layer in enumerate(layers)]
         # A streamed layer already recomputes itself; checkpointing around it would run it a third time.
         checkpointed = [layer for layer in layers if getattr(layer, "gradient_checkpointing", False)]
@@ -162,21 +162,21 @@ class _DecoderCall:
             for reason in (*layer_refusals(modules), *foreign_attention(attention_configs(modules), layer)):
                 raise SeamError(reason)
             h_BTE, arguments = LayerArguments.bind(self.forwards[index], args, kwargs)
-            run, stateful = self._run(modules, arguments), is_stateful(modules)
-            if stateful:
-                _refuse_for_states(arguments, self.sequences.exchange)
-            mask = None if stateful else self._mask(arguments, h_BTE)
+            run, recurrent = self._run(modules, arguments), is_recurrent(modules)
+            if recurrent:
+                _refuse_for_recurrent_layers(arguments, self.sequences.sharing)
+            mask = None if recurrent else self._mask(arguments, h_BTE)
             plan = self._plan(h_BTE, Sample(layer, run, mask), lambda parameters: self._other_kinds(parameters, args, kwargs))
-            call = (StatefulCall if stateful else StreamedCall)(
+            call = (RecurrentCall if recurrent else StreamedCall)(
                 layer=layer,
                 run=run,
                 mask=mask,
                 backends=self.stream.backends,
                 # Dealt tokens lie in the order of their chunks, whatever a plan might find better.
-                chunk_size=self.sequences.exchange.chunk_size or plan.chunk_sizes[index],
+                chunk_size=self.sequences.sharing.chunk_size or plan.chunk_sizes[index],
                 policy=plan.policies[index],
                 host_store=self.stream.host_store,
-                exchange=self.sequences.exchange,
+                sharing=self.sequences.sharing,
             )
             out_BTE = call(h_BTE)
             return (out_BTE,) if arguments.returns_tuple else out_BTE
@@ -184,7 +184,7 @@ class _DecoderCall:
         return streamed
 
     def _run(self, modules: list[nn.Module], arguments: LayerArguments) -> Callable[[Tensor, Any], Tensor]:
-        configs, fusion = attention_configs(modules), Fusion(modules, mode=self.stream.config.compile)
+        configs, fusion = attention_configs(modules), Fusion(modules, mode=self.stream.config.fused_kernels)
 
         def run(h_BLE: Tensor, chunk: Any) -> Tensor:
             with streamed_attention_in(configs), fusion.installed():
@@ -207,7 +207,7 @@ class _DecoderCall:
                 modules = modules_of(layer)
                 h_BTE, arguments = LayerArguments.bind(forward, args, kwargs)
                 arguments.attention_mask = None
-                mask = None if is_stateful(modules) else self.sequences.mask(_mask_of(arguments, h_BTE.shape[1], h_BTE.shape[1]))
+                mask = None if is_recurrent(modules) else self.sequences.mask(_mask_of(arguments, h_BTE.shape[1], h_BTE.shape[1]))
                 yield Sample(layer, self._run(modules, arguments), mask)
 
     def _mask(self, arguments: LayerArguments, h_BTE: Tensor) -> CausalMask | DenseMask:
@@ -230,7 +230,7 @@ class _DecoderCall:
                     stream.backends,
                     stream.head,
                     stream.host_store,
-                    self.sequences.exchange,
+                    self.sequences.sharing,
                 )
             else:
                 layers, chunk_size = len(self.layers), planner.chunk_size(*h_BTE.shape[:2])
@@ -238,8 +238,8 @@ class _DecoderCall:
         return self.plan
 
 
-def _refuse_for_states(arguments: LayerArguments, exchange: Exchange) -> None:
-    if exchange.ranks > 1:
+def _refuse_for_recurrent_layers(arguments: LayerArguments, sharing: SequenceSharing) -> None:
+    if sharing.ranks > 1:
         raise SeamError("some of its layers hand a state from token to token, and ranks share its sequences")
     for name in ("cu_seq_lens_q", "seq_idx"):
         if arguments.others.get(name) is not None:

@@ -28,8 +28,8 @@ from streamgrad.hf.patching import own_forward
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _TOKEN_MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.modules.batchnorm._BatchNorm)
 # Layers whose memory of earlier tokens is a state (`engine.recurrent_chunk`), in transformers' names.
-_STATEFUL_LAYER_TYPES = {"linear_attention", "conv"}
-_STREAMABLE_LAYER_TYPES = {"full_attention", "sliding_attention", *_STATEFUL_LAYER_TYPES}
+_RECURRENT_LAYER_TYPES = {"linear_attention", "conv"}
+_STREAMABLE_LAYER_TYPES = {"full_attention", "sliding_attention", *_RECURRENT_LAYER_TYPES}
 
 
 def unwrap(model: Any) -> PreTrainedModel:
@@ -88,11 +88,11 @@ def layer_refusals(modules: list[nn.Module]) -> Iterator[str]:
 
     And what an engine gathers in parts: it would do so once a chunk, and each rank has its own number of those.
     """
-    layer, stateful = modules[0], is_stateful(modules)
+    layer, recurrent = modules[0], is_recurrent(modules)
     for module in modules:
         own = module.__dict__
         reason = _class_refusal(type(module))  # type: ignore[arg-type]
-        if stateful and isinstance(module, nn.Conv1d):
+        if recurrent and isinstance(module, nn.Conv1d):
             continue  # what it sees of earlier tokens is a state
         if reason is not None and (module is not layer or not isinstance(module, FSDPModule)):
             yield reason.format(place=_place(layer, module), layer=type(layer).__name__)
@@ -113,15 +113,15 @@ def layer_refusals(modules: list[nn.Module]) -> Iterator[str]:
             )
 
 
-def is_stateful(modules: list[nn.Module]) -> bool:
+def is_recurrent(modules: list[nn.Module]) -> bool:
     """Of a layer's modules: whether they hand a state from token to token, in the place of attention."""
     names = {module.__dict__.get(name) for module in modules for name in ("layer_type", "block_type")}
-    return not names.isdisjoint(_STATEFUL_LAYER_TYPES)
+    return not names.isdisjoint(_RECURRENT_LAYER_TYPES)
 
 
-def has_states(decoder: nn.Module) -> bool:
+def has_recurrent_layers(decoder: nn.Module) -> bool:
     """Whether some of its layers have states."""
-    return any(is_stateful(modules_of(layer)) for layer in decoder_layers(decoder))
+    return any(is_recurrent(modules_of(layer)) for layer in decoder_layers(decoder))
 
 
 def _place(layer: nn.Module, module: nn.Module) -> str:
@@ -197,7 +197,7 @@ def _refusals(decoder: Any, layers: list[nn.Module], config: Any) -> Iterator[st
         )
     for layer in layers:
         yield from layer_refusals(modules_of(layer))
-    with_attention = [layer for layer in layers if not is_stateful(modules_of(layer))]
+    with_attention = [layer for layer in layers if not is_recurrent(modules_of(layer))]
     if not isinstance(decoder, PreTrainedModel) or not (
         getattr(decoder, "_supports_attention_backend", False) or all(map(_looks_attention_up, with_attention))
     ):

@@ -26,7 +26,7 @@ from streamgrad.config import StreamConfig
 from streamgrad.engine.kv_chunk import Attended, Chunk, KeyValueStream
 from streamgrad.hf.configs import short_reason, with_layers
 from streamgrad.hf.decoder import DecoderStream, decoder_forward
-from streamgrad.hf.discover import decoder_layers, find_decoder, has_states, sliding_window
+from streamgrad.hf.discover import decoder_layers, find_decoder, has_recurrent_layers, sliding_window
 from streamgrad.hf.patching import InstalledForward
 from streamgrad.hf.step_plan import Sample
 from streamgrad.memory.live_bytes import LiveBytes
@@ -42,7 +42,7 @@ def model_shape(config: PretrainedConfig, *, dtype: torch.dtype = torch.bfloat16
     """Of the causal language model that transformers builds from `config`. Costs are those of its first layer."""
     text = config.get_text_config(decoder=True)
     whole = meta_model(config, dtype=dtype)
-    if has_states(find_decoder(whole)):  # which refuses what cannot be streamed
+    if has_recurrent_layers(find_decoder(whole)):  # which refuses what cannot be streamed
         raise ValueError(
             f"{type(whole).__name__} cannot be planned for: its layers are of several kinds, and what one of them takes does not "
             "tell what the others do."
@@ -107,7 +107,7 @@ def profile_layer(model: PreTrainedModel, *, fused_parts: bool) -> LayerProfile:
     `fused_parts` says whether norms, rotary embeddings and activations run as single kernels, as they do on a GPU in 16 bits.
     """
     decoder = find_decoder(model)
-    stream = DecoderStream(StreamConfig(compile="on" if fused_parts else "off"))
+    stream = DecoderStream(StreamConfig(fused_kernels="on" if fused_parts else "off"))
     recorder = _Recorder()
     stream.backends, stream.planner = [recorder.attention], recorder  # type: ignore[assignment]
     installed = InstalledForward(decoder, decoder_forward, stream)

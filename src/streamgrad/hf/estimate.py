@@ -18,7 +18,7 @@ from streamgrad.memory.costs import Parts, head_parts
 from streamgrad.memory.engines import ENGINES, longest_sequence, rank_bytes
 from streamgrad.memory.head_chunk import FREE_SHARE, SHORTEST_CHUNK, head_chunk_within
 from streamgrad.memory.model_shape import ModelShape
-from streamgrad.memory.phases import Moment, Workload, checkpointing_moments, host_parts, streamed_moments
+from streamgrad.memory.phases import Phase, Workload, checkpointing_phases, host_parts, streamed_phases
 from streamgrad.memory.planner import HOST_SHARE, MARGIN, SMALL_CHUNKS, Plan, Step, choose_plan, regular_chunk
 from streamgrad.memory.seconds import Rates, Seconds, checkpointing_seconds, streamed_seconds
 
@@ -156,7 +156,7 @@ def estimate(
     card = _Card(gpu_bytes, HOST_SHARE * host_bytes / gpus, keep, offload)
     load = Workload(shape, rows, seq_len or 1, resident, share)
     longest = _longest(load, lambda longer: card.holds(*card.streamed(longer, smallest=True)))
-    plainly = _longest(load, lambda longer: card.holds(None, _worst(checkpointing_moments(longer))))
+    plainly = _longest(load, lambda longer: card.holds(None, _worst(checkpointing_phases(longer))))
     if not seq_len and not longest:
         raise ValueError(
             f"nothing fits {gpu_memory}, not even batch={batch} of 128 tokens: weights, optimizer state and the engine's buffers "
@@ -178,7 +178,7 @@ def estimate(
         longest_tokens=longest,
         plan=replace(plan, peak_bytes=moment.total_bytes),
     )
-    moment = _worst(checkpointing_moments(load))
+    moment = _worst(checkpointing_phases(load))
     checkpointing = Outlook(
         name="gradient checkpointing",
         device_bytes=moment.parts,
@@ -224,7 +224,7 @@ class _Card:
     keep: str
     offload: str
 
-    def streamed(self, load: Workload, *, smallest: bool = False) -> tuple[Plan, Moment]:
+    def streamed(self, load: Workload, *, smallest: bool = False) -> tuple[Plan, Phase]:
         """The plan that the planner makes within this memory, or the smallest there is, and its worst moment."""
         shape = load.shape
         step = Step(
@@ -247,9 +247,9 @@ class _Card:
             budget_bytes=0.0 if smallest else (1.0 - MARGIN) * self.device_bytes,
             host_budget_bytes=self.host_bytes,
         )
-        return plan, _worst(streamed_moments(load, plan.policies, plan.chunk_sizes, self._head_rows(load, plan)))
+        return plan, _worst(streamed_phases(load, plan.policies, plan.chunk_sizes, self._head_rows(load, plan)))
 
-    def holds(self, plan: Plan | None, moment: Moment) -> bool:
+    def holds(self, plan: Plan | None, moment: Phase) -> bool:
         """Whether the worst moment of a step fits the GPU, and what its plan keeps on the host the host."""
         on_host = 0.0 if plan is None else plan.host_bytes
         filled = FILLED_BESIDE_HOST if on_host else FILLED
@@ -274,7 +274,7 @@ def _longest(load: Workload, fits: Callable[[Workload], bool]) -> int:
     return longest_sequence(lambda tokens: 0.0 if fits(replace(load, sequence=tokens)) else 1.0, 0.0, step=128, limit=LONGEST)
 
 
-def _worst(moments: list[Moment]) -> Moment:
+def _worst(moments: list[Phase]) -> Phase:
     return max(moments, key=lambda moment: moment.total_bytes)
 
 

@@ -30,7 +30,7 @@ class Fusion:
     """The fused parts among some modules, say those of one layer, as they stand now."""
 
     def __init__(self, modules: Iterable[nn.Module], *, mode: str) -> None:
-        """`mode` is `StreamConfig.compile`: "auto" fuses 16-bit values on CUDA, "on" all values, "off" none."""
+        """`mode` is `StreamConfig.fused_kernels`: "auto" fuses 16-bit values on CUDA, "on" all values, "off" none."""
         self._wants = functools.partial(_wants, mode)
         self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
         self._rotary_globals: dict[int, dict[str, Any]] = {}

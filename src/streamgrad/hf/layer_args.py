@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from streamgrad.engine.kv_chunk import Chunk, SeamError
-from streamgrad.engine.recurrent_chunk import StateChunk
+from streamgrad.engine.recurrent_chunk import RecurrentChunk
 from streamgrad.hf.patching import named_arguments, signature_of
 
 CACHE_NAMES = ("past_key_values", "layer_past", "past_key_value", "cache_params")
@@ -52,7 +52,7 @@ class LayerArguments:
             _check_argument(name, value)
         return hidden_states, cls(forward, attention_mask, values, cache_name)
 
-    def run(self, h_BLE: Tensor, chunk: Chunk | StateChunk) -> Tensor:
+    def run(self, h_BLE: Tensor, chunk: Chunk | RecurrentChunk) -> Tensor:
         """The layer's hidden states for one chunk; a layer that wraps them in a 1-tuple is unwrapped."""
         others = {name: _cut(name, value, chunk.start, chunk.stop) for name, value in self.others.items()}
         # Layers without attention are given which tokens are padding, (B, T), and set these to zero.

@@ -24,7 +24,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 from streamgrad.attention.masks import CausalMask, DenseMask, rows_without_keys
 from streamgrad.config import KEEP_POLICIES
 from streamgrad.engine.kv_chunk import SeamError
-from streamgrad.engine.ulysses import ALONE, Exchange, Ulysses
+from streamgrad.engine.ulysses import ALONE, SequenceSharing, Ulysses
 from streamgrad.hf.discover import follows_length, sliding_window
 from streamgrad.hf.mask_seam import documents_of_sequence
 from streamgrad.hf.step_plan import Planner
@@ -82,7 +82,7 @@ def _dtype_number(tensor: Tensor | None) -> int:
 class WholeSequences:
     """A call whose tokens are all here."""
 
-    exchange: Exchange = ALONE
+    sharing: SequenceSharing = ALONE
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.arguments = arguments
@@ -103,13 +103,13 @@ class WholeSequences:
 class Slices(WholeSequences):
     """A call with this rank's slices: arguments in the order of `exchange`, and what masks must know of the whole sequence."""
 
-    exchange: Ulysses
+    sharing: Ulysses
 
     def __init__(
-        self, exchange: Ulysses, arguments: dict[str, Any], documents_BT: Tensor | None, padding_BT: Tensor | None
+        self, sharing: Ulysses, arguments: dict[str, Any], documents_BT: Tensor | None, padding_BT: Tensor | None
     ) -> None:
         super().__init__(arguments)
-        self.exchange, self.documents_BT, self.padding_BT = exchange, documents_BT, padding_BT
+        self.sharing, self.documents_BT, self.padding_BT = sharing, documents_BT, padding_BT
 
     @classmethod
     def of(cls, decoder: Any, arguments: dict[str, Any], group: dist.ProcessGroup, planner: Planner) -> Slices:
@@ -127,11 +127,11 @@ class Slices(WholeSequences):
                     f"{other} has shape {tuple(tensor.shape)} and the rank's slice {length} tokens. Where ranks share a "
                     f"sequence, pass each its own slice of it, (batch, {length})."
                 )
-        exchange = Ulysses(group, length, planner.chunk_size(batch, length), tokens.device)
-        check_heads(decoder.config, exchange.ranks)
-        exchange.check_agreement(
+        sharing = Ulysses(group, length, planner.chunk_size(batch, length), tokens.device)
+        check_heads(decoder.config, sharing.ranks)
+        sharing.check_agreement(
             {
-                "batch size": batch, "tokens of a slice": length, "chunk_size": exchange.chunk_size,
+                "batch size": batch, "tokens of a slice": length, "chunk_size": sharing.chunk_size,
                 "keep": KEEP_POLICIES.index(planner.config.keep), "whether inputs_embeds are passed": int(name == names[1]),
                 "whether position_ids are passed": int(positions is not None),
                 "whether an attention_mask is passed": int(padding is not None),
@@ -142,20 +142,20 @@ class Slices(WholeSequences):
                 "whether gradients are computed": int(torch.is_grad_enabled()),
             }
         )  # fmt: skip
-        dealt[name] = exchange.deal(tokens)
+        dealt[name] = sharing.to_chunk_order(tokens)
         documents_BT = padding_BT = None
         if positions is None:
-            dealt["position_ids"] = exchange.positions_T.unsqueeze(0)
+            dealt["position_ids"] = sharing.positions_T.unsqueeze(0)
         else:
-            positions_BT = exchange.gather(positions)
+            positions_BT = sharing.gather(positions)
             documents_BT = find_packed_sequence_indices(positions_BT)
-            dealt["position_ids"] = positions_BT[:, exchange.positions_T]
+            dealt["position_ids"] = positions_BT[:, sharing.positions_T]
         if padding is not None:
-            padding_BT = exchange.gather((padding != 0).byte()).bool()
-            dealt["attention_mask"] = padding_BT[:, exchange.positions_T]
+            padding_BT = sharing.gather((padding != 0).byte()).bool()
+            dealt["attention_mask"] = padding_BT[:, sharing.positions_T]
             targets, ignore_index = arguments.get("shift_labels"), arguments.get("ignore_index", -100)
-            _check_targets(targets, ignore_index, padding_BT, exchange, sliding_window(decoder.config))
-        return cls(exchange, dealt, documents_BT, padding_BT)
+            _check_targets(targets, ignore_index, padding_BT, sharing, sliding_window(decoder.config))
+        return cls(sharing, dealt, documents_BT, padding_BT)
 
     def masks(self) -> AbstractContextManager[None]:
         return documents_of_sequence(self.documents_BT)
@@ -170,18 +170,18 @@ class Slices(WholeSequences):
     def output(self, output: Any) -> Any:
         """In the order of the slice again."""
         if isinstance(output, tuple):
-            return self.exchange.undeal(output[0]), *output[1:]
-        output["last_hidden_state"] = self.exchange.undeal(output["last_hidden_state"])
+            return self.sharing.to_slice_order(output[0]), *output[1:]
+        output["last_hidden_state"] = self.sharing.to_slice_order(output["last_hidden_state"])
         return output
 
 
 def _check_targets(
-    targets_BT: Tensor | None, ignore_index: int, padding_BT: Tensor, exchange: Ulysses, window: int | None
+    targets_BT: Tensor | None, ignore_index: int, padding_BT: Tensor, sharing: Ulysses, window: int | None
 ) -> None:
     """As `hf.causal_lm.check_labels` does for whole sequences; if one rank has such a target, all ranks raise."""
-    hidden_BT = rows_without_keys(padding_BT, window)[:, exchange.rank * exchange.length :][:, : exchange.length]
+    hidden_BT = rows_without_keys(padding_BT, window)[:, sharing.rank * sharing.length :][:, : sharing.length]
     bad = 0 if targets_BT is None else int(((targets_BT != ignore_index) & hidden_BT.to(targets_BT.device)).sum())
-    counts = exchange.numbers_of_ranks((bad,))
+    counts = sharing.numbers_of_ranks((bad,))
     if any(count for (count,) in counts):
         raise ValueError(
             "labels would be predicted from tokens from which the attention mask hides every key, which is noise: "

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from streamgrad.config import StreamConfig
 from streamgrad.engine.host_offload import HostStore
 from streamgrad.engine.module_walk import modules_of, parameters_of
-from streamgrad.engine.ulysses import Exchange
+from streamgrad.engine.ulysses import SequenceSharing
 from streamgrad.hf.discover import decoder_layers
 from streamgrad.hf.patching import InstalledForward, temporary_attribute
 from streamgrad.memory.costs import LayerCosts, LayerPolicy, Shape, embedding_parts, head_parts
@@ -73,7 +73,7 @@ class Planner:
         backends: list,
         head: Callable[[int], HeadCosts] | None,
         store: HostStore,
-        exchange: Exchange,
+        sharing: SequenceSharing,
     ) -> Plan:
         """For a decoder whose first layer is about to run on `h_BTE`.
 
@@ -85,11 +85,11 @@ class Planner:
             policies = (LayerPolicy(keep, on_host=config.offload == "host" and keep != "all"),) * len(layers)
             self.latest = Plan(policies, (self.chunk_size(batch, sequence),) * len(layers), 0.0, 0.0)
             return self.latest
-        kinds = [self._measured(first, backends, h_BTE, exchange)]
+        kinds = [self._measured(first, backends, h_BTE, sharing)]
         parameters = [parameters_of(layer) for layer in layers]
         for sample in others(parameters):
             try:
-                kinds.append(self._measured(sample, backends, h_BTE, exchange))
+                kinds.append(self._measured(sample, backends, h_BTE, sharing))
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:  # where layers of a kind are called with other arguments than the first
@@ -102,7 +102,7 @@ class Planner:
         budget = min(_floor(usable_share() * limit, 2**26), config.budget_bytes or float("inf"))
         host = _floor(host_budget_bytes(held_bytes=store.total_bytes), 2**30)
         # Ranks that share a sequence exchange as often as they run attention: all must choose the same plan.
-        resident, *missing = exchange.most(resident, -budget, -host)
+        resident, *missing = sharing.most(resident, -budget, -host)
         budget, host = (-number for number in missing)
 
         gradients = sum(p.nbytes for own in parameters for p in own if p.requires_grad and p.grad is None)
@@ -124,9 +124,9 @@ class Planner:
             )
 
         offload = config.offload if on_cuda else "none"
-        plan, fits = self._choice(step_of(sequence), budget, host, offload, exchange.chunk_size)
+        plan, fits = self._choice(step_of(sequence), budget, host, offload, sharing.chunk_size)
         if not fits:
-            self._refuse(step_of, sequence, plan, budget, host, offload, exchange.chunk_size)
+            self._refuse(step_of, sequence, plan, budget, host, offload, sharing.chunk_size)
         if self.latest is None or plan.policies != self.latest.policies:
             logger.debug("streamgrad: %d x %d tokens within %.1f GiB: %s", batch, sequence, budget / 2**30, plan)
         if on_cuda and not segments_grow() and self._shape_with_segments != h_BTE.shape:
@@ -144,15 +144,15 @@ class Planner:
             return False
         return config.keep == "auto" or config.offload != "none" or config.chunk_size == "auto"
 
-    def _measured(self, sample: Sample, backends: list, h_BTE: Tensor, exchange: Exchange) -> LayerCosts:
-        layer, stateful = sample.layer, sample.mask is None
+    def _measured(self, sample: Sample, backends: list, h_BTE: Tensor, sharing: SequenceSharing) -> LayerCosts:
+        layer, recurrent = sample.layer, sample.mask is None
         trainable = tuple((parameter.requires_grad, parameter.shape) for parameter in parameters_of(layer))
         autocast = torch.is_autocast_enabled(h_BTE.device.type) and torch.get_autocast_dtype(h_BTE.device.type)
         tokens = min(2 * PROBED_TOKENS, h_BTE.shape[1])
-        key = (type(layer), h_BTE.dtype, autocast, trainable, layer.training, tokens, exchange.ranks)
+        key = (type(layer), h_BTE.dtype, autocast, trainable, layer.training, tokens, sharing.ranks)
         if key not in self._costs:
-            measured = measured_costs(layer, sample.run, sample.mask, backends, h_BTE, exchange, stateful=stateful)
-            self._costs[key] = LayerCosts(*exchange.most(*astuple(measured)))
+            measured = measured_costs(layer, sample.run, sample.mask, backends, h_BTE, sharing, recurrent=recurrent)
+            self._costs[key] = LayerCosts(*sharing.most(*astuple(measured)))
         return self._costs[key]
 
     def _refuse(

@@ -90,7 +90,7 @@ class Shape:
         return self.rows * self.sequence
 
 
-def layer_moments(costs: LayerCosts, shape: Shape, policy: LayerPolicy, chunk_size: int) -> dict[str, Parts]:
+def layer_phases(costs: LayerCosts, shape: Shape, policy: LayerPolicy, chunk_size: int) -> dict[str, Parts]:
     """What a layer's backward holds beside what is kept and what other layers' have left, by the name of the moment."""
     tokens = shape.tokens
     through: Parts = {"hidden states": 2 * tokens * costs.input}  # the gradient coming in and the one going out

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from streamgrad.engine.kv_chunk import Chunk, KeyValueStream
 from streamgrad.engine.module_walk import trainable_parameters
-from streamgrad.engine.recurrent_chunk import StateChunk, StateStream
+from streamgrad.engine.recurrent_chunk import RecurrentChunk, RecurrentStates
 from streamgrad.engine.replay import Autocast
-from streamgrad.engine.ulysses import ALONE, Exchange
+from streamgrad.engine.ulysses import ALONE, SequenceSharing
 from streamgrad.memory.costs import LayerCosts
 from streamgrad.memory.live_bytes import LiveBytes
 from streamgrad.ops.accumulate import accumulator_dtype
@@ -33,18 +33,18 @@ def measured_costs(
     mask: object,
     backends: list,
     h_BTE: Tensor,
-    exchange: Exchange = ALONE,
+    sharing: SequenceSharing = ALONE,
     *,
-    stateful: bool = False,
+    recurrent: bool = False,
 ) -> LayerCosts:
     """Of the layer whose chunks `run` computes (see `StreamedCall`), on the first tokens of `h_BTE`."""
     # Scans over states work on blocks of 64 to 256 tokens, which they fill up: of fewer, two lengths would differ by nothing.
-    wanted = 2 * PROBED_TOKENS if stateful else PROBED_TOKENS
+    wanted = 2 * PROBED_TOKENS if recurrent else PROBED_TOKENS
     tokens = min(wanted, h_BTE.shape[1])
-    trial = _Trial(layer, run, mask, backends, exchange, stateful)
+    trial = _Trial(layer, run, mask, backends, sharing, recurrent)
     counted = trial(h_BTE[:, :tokens])
     states = counted.states
-    if tokens > 1 and (tokens == wanted or not stateful):
+    if tokens > 1 and (tokens == wanted or not recurrent):
         # The difference of two lengths: what does not grow with tokens, as weights that autocast has cast, is no cost of a token.
         counted = counted.less(trial(h_BTE[:, : tokens // 2]))
         tokens -= tokens // 2
@@ -109,8 +109,8 @@ class _Trial:
     run: Callable[[Tensor, Any], Tensor]
     mask: object
     backends: list
-    exchange: Exchange
-    stateful: bool
+    sharing: SequenceSharing
+    recurrent: bool
 
     def __call__(self, h_BLE: Tensor) -> _Counted:
         """Two runs: a hook on what is saved lets it live longer than it would."""
@@ -129,7 +129,7 @@ class _Trial:
             out_BLE = self.run(h_BLE, chunk)
         chunk.check_finished()
         keys, kept = (chunk.own if isinstance(chunk, Chunk) else None) or (), chunk.kept
-        states = chunk.written.values() if isinstance(chunk, StateChunk) else ()
+        states = chunk.written.values() if isinstance(chunk, RecurrentChunk) else ()
         return {
             "input": max(h_BLE.nbytes, out_BLE.nbytes),
             "keys_and_values": sum(key.nbytes for key in keys),
@@ -150,12 +150,12 @@ class _Trial:
             torch.autograd.grad(out_BLE, h_BLE, dout_BLE.to(out_BLE.dtype))
         return live.peak_bytes, chunk.stream.bytes_at_deposit if isinstance(chunk.stream, _WatchedStream) else 0
 
-    def _chunk(self, h_BLE: Tensor, live: LiveBytes) -> Chunk | StateChunk:
+    def _chunk(self, h_BLE: Tensor, live: LiveBytes) -> Chunk | RecurrentChunk:
         length = h_BLE.shape[1]
-        if self.stateful:
-            return StateChunk(0, length, StateStream(set()))
-        stream = _WatchedStream(self.exchange.ranks * (length + 1), live)
-        return Chunk(0, length, stream, self.mask, self.backends, keep_attention=True, exchange=self.exchange)
+        if self.recurrent:
+            return RecurrentChunk(0, length, RecurrentStates(set()))
+        stream = _WatchedStream(self.sharing.ranks * (length + 1), live)
+        return Chunk(0, length, stream, self.mask, self.backends, keep_attention=True, sharing=self.sharing)
 
 
 def _own_graph() -> AbstractContextManager[Any]:

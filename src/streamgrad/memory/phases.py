@@ -18,7 +18,7 @@ from streamgrad.memory.costs import (
     Shape,
     embedding_parts,
     head_parts,
-    layer_moments,
+    layer_phases,
     sum_of,
 )
 from streamgrad.memory.model_shape import ModelShape
@@ -32,7 +32,7 @@ _LOGIT_BYTES = 12
 
 
 @dataclass(frozen=True)
-class Moment:
+class Phase:
     name: str
     parts: Parts
 
@@ -89,7 +89,7 @@ class Workload:
         )
 
 
-def streamed_moments(load: Workload, policies: Sequence[LayerPolicy], chunk_sizes: Sequence[int], head_rows: int) -> list[Moment]:
+def streamed_phases(load: Workload, policies: Sequence[LayerPolicy], chunk_sizes: Sequence[int], head_rows: int) -> list[Phase]:
     """Of a streamed step in which each layer keeps by its policy and has chunks of its size; `head_rows` is the head's chunk."""
     shape, tokens, costs = load.shape, load.tokens, load.shape.profile.costs
     kept = list(accumulate((_on_device(load, policy) for policy in policies), sum_of))
@@ -99,18 +99,18 @@ def streamed_moments(load: Workload, policies: Sequence[LayerPolicy], chunk_size
     always = sum_of(load.with_positions, leaves)
     logits = head_rows * (shape.vocabulary * shape.itemsize + 4 * shape.width)
     head = head_parts(tokens * costs.input, logits, shape.head_trainable, shape.itemsize)
-    moments = [Moment("the head", sum_of(always, kept[-1], head))]
+    moments = [Phase("the head", sum_of(always, kept[-1], head))]
     for index, (policy, chunk_size) in enumerate(zip(policies, chunk_sizes, strict=True)):
         below = sum_of(always, kept[index], {"gradients": load.gradients(shape.layers - 1 - index)})
         moments += [
-            Moment(f"{name} in backward of layer {index}", sum_of(below, parts))
-            for name, parts in layer_moments(costs, load.batch, policy, chunk_size).items()
+            Phase(f"{name} in backward of layer {index}", sum_of(below, parts))
+            for name, parts in layer_phases(costs, load.batch, policy, chunk_size).items()
         ]
     moments.append(_embeddings(load, sum_of(load.always, leaves)))
     return moments
 
 
-def checkpointing_moments(load: Workload) -> list[Moment]:
+def checkpointing_phases(load: Workload) -> list[Phase]:
     """Of a step with transformers' gradient checkpointing and its own loss on full logits."""
     shape, tokens, costs = load.shape, load.tokens, load.shape.eager.costs
     through = {"hidden states": 2 * tokens * costs.input}
@@ -120,8 +120,8 @@ def checkpointing_moments(load: Workload) -> list[Moment]:
     before = sum_of(load.with_positions, kept, through)
     layer = sum_of(before, graph, {"gradients": load.gradients(0), "workspace": tokens * costs.workspace})
     return [
-        Moment("the logits", sum_of(before, logits)),
-        Moment(f"backward of layer {shape.layers - 1}", layer),
+        Phase("the logits", sum_of(before, logits)),
+        Phase(f"backward of layer {shape.layers - 1}", layer),
         _embeddings(load, load.always),
     ]
 
@@ -139,5 +139,5 @@ def _on_device(load: Workload, policy: LayerPolicy) -> Parts:
     return {} if policy.on_host else _kept(load, policy)
 
 
-def _embeddings(load: Workload, always: Parts) -> Moment:
-    return Moment("the embeddings", sum_of(always, {"gradients": load.gradients(load.shape.layers)}, load.at_embeddings))
+def _embeddings(load: Workload, always: Parts) -> Phase:
+    return Phase("the embeddings", sum_of(always, {"gradients": load.gradients(load.shape.layers)}, load.at_embeddings))

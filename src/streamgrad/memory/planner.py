@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from streamgrad.memory.costs import LayerCosts, LayerPolicy, Shape, layer_moments
+from streamgrad.memory.costs import LayerCosts, LayerPolicy, Shape, layer_phases
 
 # Of the memory that is free, for fragments: where the allocator's segments can grow, and where they cannot.
 MARGIN, MARGIN_IN_FIXED_SEGMENTS = 0.05, 0.1
@@ -95,7 +95,7 @@ def _held_around(step: Step, policies: Sequence[LayerPolicy]) -> tuple[list[floa
 
 @functools.lru_cache(maxsize=1024)
 def _worst_in_layer(costs: LayerCosts, shape: Shape, policy: LayerPolicy, chunk_size: int) -> float:
-    return UNFORESEEN * max(sum(parts.values()) for parts in layer_moments(costs, shape, policy, chunk_size).values())
+    return UNFORESEEN * max(sum(parts.values()) for parts in layer_phases(costs, shape, policy, chunk_size).values())
 
 
 def _kept_bytes(step: Step, policy: LayerPolicy) -> float:

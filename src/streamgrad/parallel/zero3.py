@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO-3: a decoder layer is gathered and released as a whole.
 
 ZeRO-3 gathers parameters by hooks on every module that has some. A streamed layer calls its modules once a chunk, and holds
-shadows of its parameters while it runs backward: gathering has to happen around the layer, not inside it. DeepSpeed's name for a
+accumulators of its parameters while it runs backward: gathering has to happen around the layer, not inside it. DeepSpeed's name for a
 module that is gathered as a whole is a *leaf module*. DDP, FSDP2 and ZeRO-1/2 need nothing of the kind.
 """
 

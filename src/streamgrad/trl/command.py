@@ -32,7 +32,7 @@ from trl import (
 )
 from trl.scripts.grpo import GRPOScriptArguments
 
-from streamgrad.config import ATTENTION_BACKENDS, COMPILE_MODES, KEEP_POLICIES, OFFLOAD_PLACES, StreamConfig, parse_tokens
+from streamgrad.config import ATTENTION_BACKENDS, FUSED_KERNEL_MODES, KEEP_POLICIES, OFFLOAD_PLACES, StreamConfig, parse_tokens
 from streamgrad.hf.configs import check_causal, stored_config
 from streamgrad.hf.presets import check_stored, may_be_on_hub, preset_names
 from streamgrad.trl.trainers import StreamDPOTrainer, StreamGRPOTrainer, StreamSFTTrainer
@@ -51,7 +51,7 @@ _STREAM_HELP = {
     "keep": f"what a layer keeps for its backward pass: {', '.join(KEEP_POLICIES)}.",
     "offload": f"where that waits for backward: {', '.join(OFFLOAD_PLACES)}.",
     "attention": f"the kernel: {', '.join(ATTENTION_BACKENDS)}.",
-    "compile": f"norms, rotary embeddings and gated activations as one kernel each: {', '.join(COMPILE_MODES)}.",
+    "fused_kernels": f"norms, rotary embeddings and gated activations as one kernel each: {', '.join(FUSED_KERNEL_MODES)}.",
     "memory_budget": "device memory that a step may use in all, weights included, as in 80GiB; by default what is free.",
 }
 # What is counted, from 1 on. Others check some of these, but a few wrong ones would train on nothing in silence.

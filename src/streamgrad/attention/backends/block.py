@@ -17,21 +17,21 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from streamgrad.attention.varlen import Cell, Cells
+from streamgrad.attention.varlen import Segment, VarlenMask
 from streamgrad.engine.kv_chunk import Attended, KeyGradient
 from streamgrad.ops.triton_support import kernels_for
 
 
 @dataclass(frozen=True)
 class Block:
-    """How the scores of one block are made. Which keys a query sees is said by `causal` (and `window`), or `cells`, or `mask`.
+    """How the scores of one block are made. Which keys a query sees is said by `causal` (and `window`), or `varlen`, or `mask`.
 
     Args:
         scale: factor on query @ key^T.
         causal: the queries are the last L of the S tokens: query i sees keys 0 .. S - L + i. (Not what torch's `is_causal`
             means when L != S: that one hides all keys after i.)
-        window: where the block, or a cell, is causal, a query sees only the last `window` of these keys.
-        cells: which queries of which row see which keys; a query outside of every cell sees none.
+        window: where the block, or a segment, is causal, a query sees only the last `window` of these keys.
+        varlen: which queries of which row see which keys; a query outside of every segment sees none.
         mask: (B or 1, H or 1, L, S), boolean (True: visible) or additive; None: everything is visible.
         softcap: scores become softcap * tanh(scores / softcap).
         dropout: probability with which a weight is dropped after softmax.
@@ -40,26 +40,26 @@ class Block:
     scale: float
     causal: bool = False
     window: int | None = None
-    cells: Cells | None = None
+    varlen: VarlenMask | None = None
     mask: Tensor | None = None
     softcap: float | None = None
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        assert sum((self.causal, self.cells is not None, self.mask is not None)) <= 1
-        assert self.window is None or self.causal or self.cells is not None
+        assert sum((self.causal, self.varlen is not None, self.mask is not None)) <= 1
+        assert self.window is None or self.causal or self.varlen is not None
 
     @property
     def kind(self) -> str:
-        """In a word or two, for logs: "causal", "cells with a window", "mask and softcap", ..."""
+        """In a word or two, for logs: "causal", "segments with a window", "mask and softcap", ..."""
         name = "causal" if self.causal else "dense"
-        name = "cells" if self.cells is not None else "mask" if self.mask is not None else name
+        name = "segments" if self.varlen is not None else "mask" if self.mask is not None else name
         name += "" if self.window is None else " with a window"
         return name + ("" if self.softcap is None else " and softcap") + (" and dropout" if self.dropout > 0.0 else "")
 
-    def of_cell(self, cell: Cell) -> Block:
-        """The block that one of the cells is by itself."""
-        return replace(self, cells=None, causal=cell.causal, window=self.window if cell.causal else None)
+    def of_segment(self, segment: Segment) -> Block:
+        """The block that one of the segments is by itself."""
+        return replace(self, varlen=None, causal=segment.causal, window=self.window if segment.causal else None)
 
 
 class Backend(Protocol):
@@ -91,8 +91,8 @@ def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 def visible_mask(block: Block, rows: int, keys: int, device: torch.device) -> Tensor | None:
     """What hides keys, as a mask, for kernels that have nothing else; None where every query sees every key."""
-    if block.cells is not None:
-        return block.cells.visible(keys, block.window, device)
+    if block.varlen is not None:
+        return block.varlen.visible(keys, block.window, device)
     if not block.causal:
         return block.mask
     seen_LS = torch.ones(rows, keys, dtype=torch.bool, device=device).tril_(diagonal=keys - rows)
@@ -102,7 +102,7 @@ def visible_mask(block: Block, rows: int, keys: int, device: torch.device) -> Te
 
 
 def split_causal(block: Block, rows: int, keys: int) -> list[tuple[int, int, bool]]:
-    """A block without a mask, cells or window as pieces of it for kernels that are causal only for as many queries as keys.
+    """A block without a mask, segments or window as pieces of it for kernels that are causal only for as many queries as keys.
 
     Keys `[first, last)` of each piece, and whether it is causal: the keys before the queries' own, and those.
     """

@@ -22,8 +22,8 @@ class CudnnBackend:
     def refusal(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> str | None:
         if not torch.backends.cudnn.is_available():
             return "cuDNN is not available"
-        if block.cells is not None or block.window is not None:
-            return "torch offers it no ragged batches and no sliding window"
+        if block.varlen is not None or block.window is not None:
+            return "torch offers it no varlen batches and no sliding window"
         rows, keys = query_BHLD.shape[2], key_BGSD.shape[2]
         if rows == 1 or any(last - first == 1 for first, last, _ in split_causal(block, rows, keys)):
             return "its backward does not take a single query or key"

@@ -1,6 +1,6 @@
 """Attention written out in torch: the reference, and the only kernel with softcap and dropout.
 
-It holds (chunk x keys) scores for every head, in fp32 for 16-bit inputs; of a block of cells, those of one cell at a time. The
+It holds (chunk x keys) scores for every head, in fp32 for 16-bit inputs; of a block of segments, those of one segment at a time. The
 R = H / G query heads that read one key head are stacked along the query axis, so keys and values are never repeated.
 """
 
@@ -62,35 +62,35 @@ class EagerBackend:
         return dquery_BHLD, [(0, key_BGSD.shape[2], dkey_BGSD, dvalue_BGSD)]
 
     def _forward_by_cell(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Attended:
-        assert block.cells is not None
+        assert block.varlen is not None
         out_BHLD = query_BHLD.new_zeros(*query_BHLD.shape[:3], value_BGSD.shape[-1])
         lse_BHL = query_BHLD.new_full(query_BHLD.shape[:3], float("-inf"), dtype=accumulator_dtype(query_BHLD.dtype))
-        for cell in block.cells.cells:
-            operands = cell.of_queries(query_BHLD), cell.of_keys(key_BGSD), cell.of_keys(value_BGSD)
-            done = self.forward(*operands, block.of_cell(cell))
-            cell.of_queries(out_BHLD).copy_(done.out_BHLD)
-            cell.of_queries(lse_BHL).copy_(done.lse_BHL)
+        for segment in block.varlen.segments:
+            operands = segment.of_queries(query_BHLD), segment.of_keys(key_BGSD), segment.of_keys(value_BGSD)
+            done = self.forward(*operands, block.of_segment(segment))
+            segment.of_queries(out_BHLD).copy_(done.out_BHLD)
+            segment.of_queries(lse_BHL).copy_(done.lse_BHL)
         return Attended(out_BHLD, lse_BHL)
 
     def _backward_by_cell(
         self, dout_BHLD: Tensor, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, done: Attended, block: Block
     ) -> tuple[Tensor, list[KeyGradient]]:
-        assert block.cells is not None
+        assert block.varlen is not None
         dquery_BHLD, dkey_BGSD, dvalue_BGSD = (zeros_for_sum(tensor) for tensor in (query_BHLD, key_BGSD, value_BGSD))
-        for cell in block.cells.cells:
-            operands = cell.of_queries(query_BHLD), cell.of_keys(key_BGSD), cell.of_keys(value_BGSD)
-            of_cell = Attended(cell.of_queries(done.out_BHLD), cell.of_queries(done.lse_BHL))
-            dquery, pieces = self.backward(cell.of_queries(dout_BHLD), *operands, of_cell, block.of_cell(cell))
-            cell.of_queries(dquery_BHLD).copy_(dquery)
+        for segment in block.varlen.segments:
+            operands = segment.of_queries(query_BHLD), segment.of_keys(key_BGSD), segment.of_keys(value_BGSD)
+            of_segment = Attended(segment.of_queries(done.out_BHLD), segment.of_queries(done.lse_BHL))
+            dquery, pieces = self.backward(segment.of_queries(dout_BHLD), *operands, of_segment, block.of_segment(segment))
+            segment.of_queries(dquery_BHLD).copy_(dquery)
             for _, _, dkey, dvalue in pieces:
-                cell.of_keys(dkey_BGSD).add_(dkey)
-                cell.of_keys(dvalue_BGSD).add_(dvalue)
+                segment.of_keys(dkey_BGSD).add_(dkey)
+                segment.of_keys(dvalue_BGSD).add_(dvalue)
         return dquery_BHLD, [(0, key_BGSD.shape[2], dkey_BGSD, dvalue_BGSD)]
 
 
 def _by_cell(block: Block) -> bool:
     """Not with dropout, whose draws are one tensor for the whole block."""
-    return block.cells is not None and block.dropout == 0.0
+    return block.varlen is not None and block.dropout == 0.0
 
 
 def _stack_heads(rows_BHLX: Tensor, key_BGSD: Tensor) -> Tensor:

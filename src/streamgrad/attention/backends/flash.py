@@ -1,9 +1,9 @@
-"""FlashAttention through torch (CUDA, 16-bit, no mask): dense and causal blocks of any shape, sliding windows, ragged batches.
+"""FlashAttention through torch (CUDA, 16-bit, no mask): dense and causal blocks of any shape, sliding windows, varlen batches.
 
 Which kernel that is, is torch's choice: its built-in FlashAttention-2, or what `torch.nn.attention.activate_flash_attention_impl`
 has put in its place (FlashAttention-3 or 4, where their packages are installed). All are called by the same operators.
 
-Shapes: B batch, H query heads, G key/value heads, L queries, S keys, D head size, N queries and M keys of a ragged batch.
+Shapes: B batch, H query heads, G key/value heads, L queries, S keys, D head size, N queries and M keys of a varlen batch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from streamgrad.attention.backends.block import Block
-from streamgrad.attention.varlen import Ragged
+from streamgrad.attention.varlen import VarlenBatch
 from streamgrad.engine.kv_chunk import Attended, KeyGradient
 
 aten = torch.ops.aten
@@ -29,7 +29,7 @@ class FlashBackend:
         return needs_16_bit_cuda(query_BHLD, value_BGSD, block, largest_head)
 
     def forward(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Attended:
-        if block.cells is not None:
+        if block.varlen is not None:
             return _ragged_forward(query_BHLD, key_BGSD, value_BGSD, block)
         query, key, value = (tensor.transpose(1, 2) for tensor in (query_BHLD, key_BGSD, value_BGSD))
         # Below scaled_dot_product_attention, is_causal is aligned as `Block.causal` is: at the last query and the last key.
@@ -41,7 +41,7 @@ class FlashBackend:
     def backward(
         self, dout_BHLD: Tensor, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, done: Attended, block: Block
     ) -> tuple[Tensor, list[KeyGradient]]:
-        if block.cells is not None:
+        if block.varlen is not None:
             return _ragged_backward(dout_BHLD, query_BHLD, key_BGSD, value_BGSD, done, block)
         tensors = dout_BHLD, query_BHLD, key_BGSD, value_BGSD, done.out_BHLD
         dout, query, key, value, out = (tensor.transpose(1, 2) for tensor in tensors)
@@ -75,19 +75,19 @@ def needs_16_bit_cuda(query_BHLD: Tensor, value_BGSD: Tensor, block: Block, larg
 
 
 def _ragged_forward(query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Attended:
-    """One call for the causal cells and one for the others; 0 and a log-sum-exp of -inf for queries in no cell."""
-    assert block.cells is not None
+    """One call for the causal segments and one for the others; 0 and a log-sum-exp of -inf for queries in no segment."""
+    assert block.varlen is not None
     batch, _, length, _ = query_BHLD.shape
     out_BHLD: Tensor | None = None
     lse_BHL: Tensor | None = None
-    for ragged in block.cells.ragged(query_BHLD.device):
-        query = ragged.queries.gather(query_BHLD)
-        key, value = (ragged.keys.gather(tensor) for tensor in (key_BGSD, value_BGSD))
+    for varlen in block.varlen.batches(query_BHLD.device):
+        query = varlen.queries.gather(query_BHLD)
+        key, value = (varlen.keys.gather(tensor) for tensor in (key_BGSD, value_BGSD))
         out_NHD, lse_HN, *_ = aten._flash_attention_forward(
-            query, key, value, *_extents(ragged), 0.0, ragged.causal, False, **_options(block, ragged.causal)
+            query, key, value, *_extents(varlen), 0.0, varlen.causal, False, **_options(block, varlen.causal)
         )
-        out_BHLD = ragged.queries.scatter(out_NHD, batch, length, into=out_BHLD)
-        lse_BHL = ragged.queries.scatter(lse_HN.mT, batch, length, fill=float("-inf"), into=lse_BHL)
+        out_BHLD = varlen.queries.scatter(out_NHD, batch, length, into=out_BHLD)
+        lse_BHL = varlen.queries.scatter(lse_HN.mT, batch, length, fill=float("-inf"), into=lse_BHL)
     if out_BHLD is None or lse_BHL is None:
         return Attended(
             torch.zeros_like(query_BHLD), query_BHLD.new_full(query_BHLD.shape[:3], float("-inf"), dtype=torch.float32)
@@ -98,31 +98,31 @@ def _ragged_forward(query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, bl
 def _ragged_backward(
     dout_BHLD: Tensor, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, done: Attended, block: Block
 ) -> tuple[Tensor, list[KeyGradient]]:
-    assert block.cells is not None
+    assert block.varlen is not None
     batch, _, length, _ = query_BHLD.shape
     keys = key_BGSD.shape[2]
     seed = torch.zeros(2, dtype=torch.uint64, device=query_BHLD.device)
     dquery_BHLD: Tensor | None = None
     pieces: list[KeyGradient] = []
-    for ragged in block.cells.ragged(query_BHLD.device):
-        dout, query, out = (ragged.queries.gather(tensor) for tensor in (dout_BHLD, query_BHLD, done.out_BHLD))
-        key, value = (ragged.keys.gather(tensor) for tensor in (key_BGSD, value_BGSD))
-        lse_HN = ragged.queries.gather(done.lse_BHL).mT.contiguous()
+    for varlen in block.varlen.batches(query_BHLD.device):
+        dout, query, out = (varlen.queries.gather(tensor) for tensor in (dout_BHLD, query_BHLD, done.out_BHLD))
+        key, value = (varlen.keys.gather(tensor) for tensor in (key_BGSD, value_BGSD))
+        lse_HN = varlen.queries.gather(done.lse_BHL).mT.contiguous()
         dquery, dkey, dvalue = aten._flash_attention_backward(
-            dout, query, key, value, out, lse_HN, *_extents(ragged), 0.0, ragged.causal, seed, seed[:0],
-            **_options(block, ragged.causal),
+            dout, query, key, value, out, lse_HN, *_extents(varlen), 0.0, varlen.causal, seed, seed[:0],
+            **_options(block, varlen.causal),
         )  # fmt: skip
-        dquery_BHLD = ragged.queries.scatter(dquery, batch, length, into=dquery_BHLD)
-        pieces.append((0, keys, ragged.keys.scatter(dkey, batch, keys), ragged.keys.scatter(dvalue, batch, keys)))
+        dquery_BHLD = varlen.queries.scatter(dquery, batch, length, into=dquery_BHLD)
+        pieces.append((0, keys, varlen.keys.scatter(dkey, batch, keys), varlen.keys.scatter(dvalue, batch, keys)))
     if dquery_BHLD is None:
         return torch.zeros_like(query_BHLD), [(0, keys, torch.zeros_like(key_BGSD), torch.zeros_like(value_BGSD))]
     return dquery_BHLD, pieces
 
 
-def _extents(ragged: Ragged) -> tuple[Tensor, Tensor, int, int]:
+def _extents(varlen: VarlenBatch) -> tuple[Tensor, Tensor, int, int]:
     """The operators' cum_seq_q, cum_seq_k, max_q and max_k."""
-    # Told that no cell has a second query, FlashAttention-2 takes another way, made for decoding. The length is only a bound.
-    return ragged.queries.ends_C, ragged.keys.ends_C, max(2, ragged.queries.longest), ragged.keys.longest
+    # Told that no segment has a second query, FlashAttention-2 takes another way, made for decoding. The length is only a bound.
+    return varlen.queries.cu_seqlens_C, varlen.keys.cu_seqlens_C, max(2, varlen.queries.max_seqlen), varlen.keys.max_seqlen
 
 
 def _options(block: Block, causal: bool) -> dict[str, float | int]:
