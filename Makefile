@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One torch thread a test process: two processes fill two cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: demo test test-all mutants lint docs format clean
+.PHONY: demo test test-all mutants wheel lint docs format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m streamgrad demo
@@ -22,6 +22,18 @@ test-all: $(VENV)/.installed
 # Breaks the engine on purpose and shows which proofs notice.
 mutants: $(VENV)/.installed
 	$(ONE_THREAD) $(BIN)/python tests/project/mutants.py
+
+# The wheel, checked, then installed into an empty environment, from where the command must work.
+wheel: $(VENV)/.installed
+	rm -rf out/dist out/wheel-env
+	$(BIN)/python -m build --outdir out/dist
+	$(BIN)/twine check --strict out/dist/*
+	$(PYTHON) -m venv out/wheel-env
+	out/wheel-env/bin/python -m pip install -q --constraint constraints.txt torch
+	out/wheel-env/bin/python -m pip install -q --constraint constraints.txt "$$(ls out/dist/*.whl)[cli]"
+	cd out && wheel-env/bin/streamgrad --help >/dev/null
+	cd out && wheel-env/bin/streamgrad plan qwen3-8b --seq-len 65536
+	cd out && wheel-env/bin/streamgrad demo --quick --out wheel-demo.png
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

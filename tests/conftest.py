@@ -1,4 +1,4 @@
-"""Shared settings: one torch thread, a fixed seed, no cache of shapes, and the float64 loss that stock models are compared by."""
+"""Shared settings: one torch thread, a fixed seed, and Triton's interpreter where there is no GPU."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():
     # Triton, where it is installed, reads this at import: kernels then run on CPU tensors, interpreted.
     os.environ["TRITON_INTERPRET"] = "1"
-# Tests of the cache have one of their own; the user's is left alone.
-os.environ["STREAMGRAD_CACHE"] = "off"
 
 
 @pytest.fixture(autouse=True)

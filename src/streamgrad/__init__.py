@@ -7,14 +7,14 @@ if TYPE_CHECKING:
     from streamgrad.api import disable, enable, is_enabled
     from streamgrad.config import StreamConfig
     from streamgrad.head.cross_entropy import linear_cross_entropy
-    from streamgrad.head.logprobs import token_logprobs
+    from streamgrad.head.token_scores import token_logprobs
     from streamgrad.hf.estimate import estimate
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = ["StreamConfig", "disable", "enable", "estimate", "is_enabled", "linear_cross_entropy", "token_logprobs"]
 
-# Imported when they are first used: transformers takes seconds, and the command line has answers that do not need it.
+# Imported when first used: transformers takes seconds, and some commands do not need it.
 _HOMES = {
     "StreamConfig": "config",
     "disable": "api",
@@ -22,7 +22,7 @@ _HOMES = {
     "estimate": "hf.estimate",
     "is_enabled": "api",
     "linear_cross_entropy": "head.cross_entropy",
-    "token_logprobs": "head.logprobs",
+    "token_logprobs": "head.token_scores",
 }
 
 

@@ -1,8 +1,7 @@
-"""`enable` and `disable`: the one line that wires a Hugging Face model to the engine, and the one that takes it out again.
+"""`enable` and `disable`: the one line that lets a Hugging Face model stream, and the one that undoes it.
 
-An enabled model differs from the stock one in two instance attributes each on the decoder and, where there is a
-language-modelling head, on the model: `forward` and `_streamgrad`. Parameters, buffers, classes, hooks, configuration and state
-dict are untouched.
+Enabling sets two instance attributes, `forward` and `_streamgrad`, on the decoder and, where there is a language-modelling head,
+on the model. Parameters, buffers, classes, hooks, configuration and state dict are untouched.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def enable(model: ModelT, config: StreamConfig | None = None, **options: Any) ->
 
     Args:
         model: a `transformers.PreTrainedModel`, or a PEFT, DDP, FSDP or DeepSpeed wrapper of one.
-        config: a `StreamConfig`; `options` by name are put on top of it.
+        config: a `StreamConfig`; `options` replace its fields by name.
 
     Returns `model`. While gradients are computed, `model(..., labels=...)` returns the loss with `logits=None`; under
     `torch.no_grad()` or without labels, logits are returned as always.
@@ -54,7 +53,7 @@ def enable(model: ModelT, config: StreamConfig | None = None, **options: Any) ->
 
 
 def disable(model: ModelT) -> ModelT:
-    """Take streaming out again; the model is the stock one, bit for bit. Does nothing to a model that is not enabled."""
+    """Undo `enable`: the model is the stock one again, bit for bit. Does nothing to a model that is not enabled."""
     inner = unwrap(model)
     for module in (inner, inner.get_decoder()):
         installed = InstalledForward.on(module)
@@ -64,5 +63,5 @@ def disable(model: ModelT) -> ModelT:
 
 
 def is_enabled(model: Any) -> bool:
-    """Whether `enable` is in force for this model."""
+    """Return whether `enable` is in force for this model."""
     return InstalledForward.on(unwrap(model).get_decoder()) is not None

@@ -1,4 +1,4 @@
-"""What a user may choose, validated once: `StreamConfig` is the only place where options get defaults and checks."""
+"""The options of streaming: `StreamConfig` is the only place where they get defaults and checks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2*
 
 
 def parse_bytes(value: int | float | str) -> int:
-    """`80GiB`, `"79.5 GB"` or a number of bytes."""
+    """Return the bytes of `"80GiB"`, `"79.5 GB"` or a number of bytes."""
     match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
     unit = _UNITS.get(match[2].upper()) if match else None
     try:
@@ -33,7 +33,7 @@ def parse_bytes(value: int | float | str) -> int:
 
 
 def parse_tokens(name: str, value: str) -> int | str:
-    """Of the option `name` in a command line: "auto", or a number of tokens."""
+    """Return the value of the command-line option `name`: "auto", or a number of tokens."""
     try:
         return value if value == "auto" else int(value)
     except ValueError:
@@ -42,7 +42,7 @@ def parse_tokens(name: str, value: str) -> int | str:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamConfig:
-    """How a model is streamed. Every choice gives the same gradient; they differ in time and memory.
+    """The options of streaming. Every choice gives the same gradient; they differ in time and memory.
 
     Args:
         chunk_size (`int` or `"auto"`, defaults to `"auto"`):
@@ -54,20 +54,19 @@ class StreamConfig:
         keep (`str`, defaults to `"auto"`):
             What a layer keeps between forward and backward. `"input"`: its input only. `"attention"`: also keys, values,
             attention output and log-sum-exp, so that attention runs forward once a step. `"all"`: the ordinary graph
-            (nothing is recomputed). `"auto"` chooses for each layer the fastest that the memory budget allows, on CUDA; on
-            another device, unless there is a `memory_budget`, it is `"input"`.
+            (nothing is recomputed). `"auto"`: for each layer the fastest that the memory budget allows; off CUDA and without
+            a `memory_budget`, `"input"`.
         offload (`str`, defaults to `"auto"`):
             Where what is kept waits for backward. `"none"`: on the device. `"host"`: in pinned host memory, copied
-            beside the computation (CUDA; on a CPU there is nothing to move). `"auto"`: on the host what the device cannot hold.
+            during the computation (CUDA; on a CPU there is nothing to move). `"auto"`: on the host what the device cannot hold.
         attention (`str`, defaults to `"auto"`):
-            Kernel for the blocks of streamed attention. `"auto"` takes the fastest that supports the model, mask, dtype
-            and device at hand.
+            Kernel for the blocks of streamed attention. `"auto"`: the fastest that supports the model, mask, dtype and device.
         fused_kernels (`str`, defaults to `"auto"`):
             Whether norms, rotary embeddings and gated activations run as one fused kernel each, in families whose code is
             known. `"auto"`: for 16-bit values on CUDA. `"on"`: always. `"off"`: never.
         memory_budget (`int` or `str`, *optional*):
-            Device bytes that a step may use in all, weights included: a number, or for example `"80GiB"`. Defaults to what is
-            free when the step begins.
+            Device bytes that a step may use, weights included: a number, or for example `"80GiB"`. Defaults to what is free
+            when the step begins.
     """
 
     chunk_size: int | str = "auto"
@@ -111,7 +110,7 @@ class StreamConfig:
 
     @classmethod
     def resolve(cls, config: StreamConfig | None, options: dict[str, Any]) -> StreamConfig:
-        """`config` with `options` on top; an option that does not exist is a TypeError that lists those that do."""
+        """Return `config` with `options` on top; raise `TypeError`, which lists all options, for one that does not exist."""
         known = [field.name for field in dataclasses.fields(cls)]
         for name in options:
             if name not in known:

@@ -1,13 +1,13 @@
 """The paper's table of gradient precision (appendix, "Gradient precision"), on small copies of a model.
 
 Gradients of plain backpropagation in fp32, `base32`, are the truth for three others: plain and streamed ones in 16 bits, `base16`
-and `stream16`, and streamed ones in fp32, `stream32`. For each group of modules
+and `stream16`, and streamed ones in fp32, `stream32`. The errors of each group of modules are
 
     absolute = mean |g - g32|        relative = ||g - g32|| / ||g32||
 
-averaged over several random models. (The paper's relative error is the mean of each element's own, which elements near zero
-decide.) In fp32 streaming must reproduce the truth. In 16 bits both are noise of one size, and streaming must not be the noisier
-one; single draws of that noise differ by several per cent, so it is pooled over all parameters and models before it is compared.
+averaged over several random models. (The paper's relative error is a mean over elements, which elements near zero dominate.)
+In fp32, streaming must reproduce the truth. In 16 bits, both errors are noise of one size, and streaming must not be noisier than
+plain backpropagation. Single draws of that noise differ by several per cent, so it is pooled over all parameters and models.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from streamgrad.hf.small_copy import reduced_model
 
 GROUPS = ("lm_head", "embeddings", "attention", "mlp", "norms")
 KINDS = ("base16", "stream16", "stream32")
-# Of stream32, in every group: rounding was seen to give 1.2e-6 at most, a sum of keys that is off by a thousandth 4e-4 and more.
+# Limit for stream32 in every group. Rounding gave 1.2e-6 at most; a sum over keys that is off by a thousandth gave at least 4e-4.
 LARGEST_ERROR = 5e-5
-# Of stream16 over base16.
+# Limit for the error of stream16 over that of base16.
 LARGEST_RATIO = 1.02
 MODELS = 8  # the pooled ratio then varies by 1% at most
 LENGTH, CHUNK = 384, 64
@@ -43,7 +43,7 @@ class Errors:
 
 @dataclass
 class Outcome:
-    """What `check_precision` found. `ratio` is the pooled error of stream16 over that of base16."""
+    """The result of `check_precision`. `ratio` is the pooled error of stream16 over that of base16."""
 
     model_class: str
     layers: int
@@ -65,7 +65,7 @@ class Outcome:
 
 
 def check_precision(config: Any, *, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Outcome:
-    """Compare on small copies of the model that `config` describes. Raises `ValueError` for one that cannot be streamed."""
+    """Compare gradients on small copies of the model of `config`. Raise `ValueError` if it cannot be streamed."""
     pool = _Pool()
     for seed in range(MODELS):
         gradients, model = _gradients(config, seed, device, dtype)
@@ -88,7 +88,7 @@ def check_precision(config: Any, *, device: torch.device, dtype: torch.dtype = t
 def _failures(table: dict[str, dict[str, Errors]], ratio: float) -> Iterator[str]:
     for group, row in table.items():
         error = row["stream32"].relative
-        if not error <= LARGEST_ERROR:  # also where it is not a number
+        if not error <= LARGEST_ERROR:  # also if it is NaN
             yield f"{group}: in fp32 streamed gradients differ from plain ones by {error:.1e}, and {LARGEST_ERROR:.0e} is allowed"
     if not ratio <= LARGEST_RATIO:
         yield f"in 16 bits streamed gradients are {ratio:.3f} times as wrong as plain ones, and {LARGEST_RATIO} is allowed"
@@ -98,7 +98,7 @@ Gradients = dict[str, Tensor | None]
 
 
 def _gradients(config: Any, seed: int, device: torch.device, dtype: torch.dtype) -> tuple[dict[str, Gradients], Any]:
-    """Of base32 and each of KINDS, for one random model and one random text."""
+    """Return the gradients of base32 and each of KINDS for one random model and text, and the model in fp32."""
     small = reduced_model(config, seed=seed, dtype=dtype, device=device)
     truth = reduced_model(config, seed=seed, dtype=torch.float32, device=device)
     truth.load_state_dict(small.state_dict())  # the truth of the rounded weights
@@ -108,7 +108,7 @@ def _gradients(config: Any, seed: int, device: torch.device, dtype: torch.dtype)
     options = StreamConfig(chunk_size=CHUNK, head_chunk_size=CHUNK)
     found: dict[str, Gradients] = {}
     for name, model in (("base32", truth), ("base16", small)):
-        enable(model, options)  # before anything else is tried, for it says best what is wrong with a model
+        enable(model, options)  # first, since its errors say best what is wrong with a model
         found[name.replace("base", "stream")] = _step(model, ids)
         disable(model)
         found[name] = _step(model, ids)
@@ -122,7 +122,7 @@ def _step(model: nn.Module, ids: Tensor) -> Gradients:
 
 
 def group_of_parameters(model: Any) -> dict[str, str]:
-    """By name, each parameter's group; a tied head is counted among the embeddings, whose gradient holds both parts."""
+    """Return each parameter's group by its name. A tied head counts as embeddings, whose gradient holds both parts."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     groups = {}
     for name, parameter in model.named_parameters():
@@ -140,11 +140,11 @@ def group_of_parameters(model: Any) -> dict[str, str]:
 
 
 class _Pool:
-    """Squares of errors, summed over parameters and models."""
+    """Errors of several models: by group of each model, and their squares summed over all parameters."""
 
     def __init__(self) -> None:
         self._models: list[dict[str, dict[str, Errors]]] = []
-        self._squares = dict.fromkeys(KINDS, 0.0)  # of each parameter's relative error
+        self._squares = dict.fromkeys(KINDS, 0.0)  # sums of the parameters' squared relative errors
         self.failures: list[str] = []
 
     def add(self, gradients: dict[str, Gradients], groups: dict[str, str]) -> None:
@@ -170,14 +170,14 @@ class _Pool:
         return math.sqrt(self._squares["stream16"] / self._squares["base16"]) if self._squares["base16"] else math.inf
 
     def table(self) -> dict[str, dict[str, Errors]]:
-        """Means over the models, of relative errors the root mean square."""
+        """Return means over the models; for relative errors, root mean squares."""
         return {
             group: {kind: _pooled([table[group][kind] for table in self._models]) for kind in KINDS} for group in self._models[0]
         }
 
 
 def _errors(pairs: list[tuple[Tensor | None, Tensor]]) -> Errors:
-    """Of the gradients of several parameters taken together; a missing one counts as zeros, and what is not finite is NaN."""
+    """Return the errors of several gradients taken together. A missing one counts as zeros; one that is not finite gives NaN."""
     total = square = scale = count = 0.0
     for gradient, truth in pairs:
         difference = truth if gradient is None else gradient - truth

@@ -27,7 +27,7 @@ from streamgrad.attention.backends.cudnn_plans import PlanPrices
 from streamgrad.attention.masks import CausalMask
 from streamgrad.attention.varlen import Segment, VarlenMask
 from streamgrad.engine.kv_chunk import Attended, spans
-from streamgrad.hf.mask_seam import with_documents
+from streamgrad.hf.seams import with_documents
 from tiny import tiny_model, tokens
 
 CPU = torch.device("cpu")
@@ -105,7 +105,7 @@ def test_one_cell_for_all_is_a_plain_block():
     inside = CausalMask(documents_BT=documents).part(4, 7, 1)
     assert (inside.first, inside.last, inside.causal, inside.varlen) == (2, 7, True, None)
     across = CausalMask(documents_BT=documents).part(4, 8, 1)
-    assert across.varlen.varlen == (Segment(0, 0, 3, 0, 5, True), Segment(0, 3, 4, 5, 6, True))
+    assert across.varlen.segments == (Segment(0, 0, 3, 0, 5, True), Segment(0, 3, 4, 5, 6, True))
     on_padding = CausalMask(padding_BT=torch.tensor([[True] * 3 + [False] * 5])).part(4, 8, 1)
     assert (on_padding.first, on_padding.last, on_padding.causal, on_padding.varlen) == (0, 3, False, None)
     assert CausalMask(window=4).part(2, 4, 1).window is None, "a window that hides nothing is none"
@@ -115,7 +115,7 @@ def test_one_cell_for_all_is_a_plain_block():
 
 def test_boundaries_of_one_row_hold_for_every_row():
     mask = with_documents(CausalMask(), torch.tensor([0, 3, 8]), 8)
-    assert [segment.row for segment in mask.part(2, 8, batch=3).varlen.varlen] == [0, 0, 1, 1, 2, 2]
+    assert [segment.row for segment in mask.part(2, 8, batch=3).varlen.segments] == [0, 0, 1, 1, 2, 2]
 
 
 def test_documents_and_padding_come_from_the_device_in_one_copy(monkeypatch):

@@ -6,14 +6,14 @@ import json
 
 import pytest
 import torch
+from benchmarks import head_alone as head
+from benchmarks.commands import app
+from benchmarks.tables import head_table
 from typer.testing import CliRunner
 
 from gradients import no_float32, relative_error
-from streamgrad.bench import head
-from streamgrad.cli.app import app
-from streamgrad.cli.tables import head_table
 
-SMALL = ["bench", "head", "--tokens", "20", "--width", "8", "--vocabulary", "50", "--device", "cpu", "--runs", "2"]
+SMALL = ["head", "--tokens", "20", "--width", "8", "--vocabulary", "50", "--device", "cpu", "--runs", "2"]
 
 
 def test_all_methods_of_an_objective_compute_the_same_gradients():
@@ -41,7 +41,7 @@ def test_the_command_appends_valid_records(tmp_path, chunk_size):
     for record in records:
         assert record.shape == {"tokens": 20, "width": 8, "vocabulary": 50} and record.runs == 2
         assert record.step_ms > 0 and record.error is None
-        assert record.command == " ".join(["python -m streamgrad", *SMALL[:8], "--dtype float32", *SMALL[8:10]]) + (
+        assert record.command == " ".join(["python -m benchmarks", *SMALL[:7], "--dtype float32", *SMALL[7:9]]) + (
             f" --chunk-size {chunk_size} --runs 2"
         )
     assert "against bare GEMMs" in result.output and "1.00x" in result.output
@@ -88,5 +88,5 @@ def test_what_does_not_fit_is_a_row_that_says_so():
 def test_a_gpu_that_is_not_there_is_named():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    with pytest.raises(ValueError, match="--device cuda will not do: .* torch sees no GPU"):
-        CliRunner().invoke(app, ["bench", "head", "--device", "cuda"], catch_exceptions=False)
+    with pytest.raises(ValueError, match="--device cuda .*torch sees no GPU"):
+        CliRunner().invoke(app, ["head", "--device", "cuda"], catch_exceptions=False)

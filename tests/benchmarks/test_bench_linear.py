@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks import linear
+from benchmarks.__main__ import main
+from benchmarks.commands import app
+from benchmarks.linear import standard_linear_gradients, streamed_linear_gradients
 from typer.testing import CliRunner
 
 import streamgrad
 from gradients import relative_error
-from streamgrad.bench import linear
-from streamgrad.bench.linear import standard_linear_gradients, streamed_linear_gradients
-from streamgrad.cli import main
-from streamgrad.cli.app import app
 from streamgrad.memory.live_bytes import LiveBytes
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +74,7 @@ def test_live_bytes_fall_with_partitions():
 
 def test_the_command_appends_valid_records(tmp_path):
     out = tmp_path / "deep" / "linear.jsonl"
-    command = ["bench", "linear", "--rows", "512", "--width", "24", "--device", "cpu", "--dtype", "float32", "--out", str(out)]
+    command = ["linear", "--rows", "512", "--width", "24", "--device", "cpu", "--dtype", "float32", "--out", str(out)]
     for _ in range(2):
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 0, result.output
@@ -88,7 +88,7 @@ def test_the_command_appends_valid_records(tmp_path):
         assert record["step_ms"] > 0 and record["peak_bytes"] > 0 and record["error"] is None
         assert record["device"].startswith("cpu")
         assert record["versions"] == {"torch": torch.__version__, "streamgrad": streamgrad.__version__}
-        assert record["command"] == "python -m streamgrad bench linear --rows 512 --width 24 --device cpu --dtype float32"
+        assert record["command"] == "python -m benchmarks linear --rows 512 --width 24 --device cpu --dtype float32"
     peak_bytes = [record["peak_bytes"] for record in records[: len(linear.PARTITIONS)]]
     assert peak_bytes == sorted(peak_bytes, reverse=True)
 
@@ -99,7 +99,7 @@ def test_a_row_that_does_not_fit_says_so(monkeypatch, tmp_path):
 
     monkeypatch.setattr(linear, "standard_linear_gradients", too_large)
     out = tmp_path / "linear.jsonl"
-    result = CliRunner().invoke(app, ["bench", "linear", "--rows", "512", "--width", "8", "--device", "cpu", "--out", str(out)])
+    result = CliRunner().invoke(app, ["linear", "--rows", "512", "--width", "8", "--device", "cpu", "--out", str(out)])
     assert result.exit_code == 0, result.output
     assert "does not fit" in result.output
     first, second, *_ = (json.loads(line) for line in out.read_text().splitlines())
@@ -118,9 +118,7 @@ def test_the_papers_shape_has_the_papers_numbers_beside_ours(monkeypatch, tmp_pa
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(linear, "measure_linear", pretend)
-    result = CliRunner(env={"COLUMNS": "140"}).invoke(
-        app, ["bench", "linear", "--paper", "--out", str(tmp_path / "linear.jsonl")]
-    )
+    result = CliRunner(env={"COLUMNS": "140"}).invoke(app, ["linear", "--paper", "--out", str(tmp_path / "linear.jsonl")])
     assert result.exit_code == 0, result.output
     assert asked == {"rows": 10**6, "width": 16384, "device": torch.device("cuda"), "dtype": torch.bfloat16}
     assert "25,150.0 MB" in result.output and "18,420.0 ms" in result.output and "cannot be for the shape" in result.output
@@ -136,7 +134,7 @@ def test_the_papers_shape_has_the_papers_numbers_beside_ours(monkeypatch, tmp_pa
 )
 def test_errors_are_one_line(options, message, monkeypatch, tmp_path):
     out = tmp_path / "linear.jsonl"
-    monkeypatch.setattr(sys, "argv", ["streamgrad", "bench", "linear", *options, "--out", str(out)])
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "linear", *options, "--out", str(out)])
     with pytest.raises(SystemExit) as stopped:
         main()
     assert message in stopped.value.code and "\n" not in stopped.value.code

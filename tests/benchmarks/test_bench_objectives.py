@@ -1,4 +1,4 @@
-"""What the benchmarks run: steps of every objective and the mini-sequence peer, held to plain backpropagation on full logits."""
+"""Compares what the benchmarks run, steps of every objective and the mini-sequence peer, with plain backpropagation."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
+from benchmarks import objective, peers
 from torch import Tensor
 
 import streamgrad
 from gradients import Step, assert_same_step, no_float32, run_step
 from lora import with_lora
-from streamgrad.bench import objective, peers
 from streamgrad.memory.live_bytes import LiveBytes
 from streamgrad.objectives import dpo_loss, grpo_loss
 from tiny import tiny_model, tokens

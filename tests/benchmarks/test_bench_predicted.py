@@ -1,4 +1,4 @@
-"""`bench predicted`: what it runs, and what its records say about `streamgrad plan`."""
+"""`python -m benchmarks predicted`: what it runs, and what its records say about `streamgrad plan`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-import streamgrad
-from streamgrad.bench import predicted
-from streamgrad.bench.predicted import (
+from benchmarks import predicted
+from benchmarks.predicted import (
     ABOVE,
     ALLOCATOR,
     BELOW,
@@ -26,9 +24,12 @@ from streamgrad.bench.predicted import (
     found_in,
     with_growing_segments,
 )
-from streamgrad.bench.records import Session, rows_in
+from benchmarks.records import Session, rows_in
 
-RECORDS = rows_in(Path(__file__).parents[2] / "benchmarks" / "results" / "predicted.jsonl")
+import streamgrad
+
+ROOT = Path(__file__).parents[2]
+RECORDS = rows_in(ROOT / "benchmarks" / "results" / "predicted.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -77,8 +78,8 @@ def test_a_prediction_holds_wherever_the_true_length_lies(fitted, failed, holds)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so_once(tmp_path):
     """From the process of the first configuration; the others are not tried."""
-    command = [sys.executable, "-m", "streamgrad", "bench", "predicted", "--out", str(tmp_path / "rows.jsonl")]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmarks", "predicted", "--out", str(tmp_path / "rows.jsonl")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1 and done.stderr.count("torch sees none") == 1 and "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
 

@@ -7,12 +7,11 @@ import re
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
-
-from streamgrad.bench import linear
-from streamgrad.bench.plots import draw_plots
-from streamgrad.bench.report import SECTIONS, read_paper, read_records, render, speed_table, write_report
-from streamgrad.bench.selection import (
+from benchmarks import linear
+from benchmarks.commands import app
+from benchmarks.figures import draw_plots
+from benchmarks.report import SECTIONS, read_paper, read_records, render, speed_table, write_report
+from benchmarks.selection import (
     automatic_steps,
     card_bytes,
     has_faulty_peak,
@@ -21,7 +20,7 @@ from streamgrad.bench.selection import (
     steps_within_liger,
     token_bytes,
 )
-from streamgrad.cli.app import app
+from typer.testing import CliRunner
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
@@ -33,10 +32,10 @@ def records():
 
 
 def test_the_committed_report_is_that_of_the_records(tmp_path):
-    result = CliRunner().invoke(app, ["bench", "report", "--results", str(RESULTS), "--out", str(tmp_path / "REPORT.md")])
+    result = CliRunner().invoke(app, ["report", "--results", str(RESULTS), "--out", str(tmp_path / "REPORT.md")])
     assert result.exit_code == 0, result.output
     text = (tmp_path / "REPORT.md").read_text()
-    assert text == (ROOT / "benchmarks/REPORT.md").read_text(), "run `python -m streamgrad bench report`"
+    assert text == (ROOT / "benchmarks/REPORT.md").read_text(), "run `python -m benchmarks report`"
     for picture in re.findall(r"\]\((plots/\w+\.png)\)", text):
         assert (tmp_path / picture).stat().st_size > 10_000
         assert (ROOT / "benchmarks" / picture).exists()
@@ -54,7 +53,7 @@ def test_every_section_has_numbers_or_a_reason(records):
     sections = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
     assert list(sections) == [title for title, _ in SECTIONS]
     for title, body in sections.items():
-        assert "Made by `python -m streamgrad bench" in body or "**Not run:** " in body, title
+        assert "Made by `python -m benchmarks" in body or "**Not run:** " in body, title
         assert all(cell.strip() for line in body.splitlines() if line.startswith("|") for cell in line.split("|")[1:-1]), title
 
 
@@ -148,7 +147,7 @@ def test_a_small_card_is_one_by_its_cap(records):
 
 
 def whole_model_rows(records) -> list[dict]:
-    """As `bench memory` makes them, of three models and three methods."""
+    """Return what `python -m benchmarks memory` makes, for three models and three methods."""
     row = records["memory"][0]
     rows = []
     for model, layers, gigabytes in (("qwen3-8b", 36, 17), ("qwen3-14b", 40, 30), ("qwen3-32b", 64, 66)):
@@ -255,7 +254,7 @@ def test_precision_is_kept_as_a_record(monkeypatch, tmp_path, records):
 
     monkeypatch.setattr(precision, "MODELS", 1)
     out = tmp_path / "precision.jsonl"
-    result = CliRunner().invoke(app, ["bench", "precision", "--model", "qwen3-4b", "--device", "cpu", "--out", str(out)])
+    result = CliRunner().invoke(app, ["precision", "--model", "qwen3-4b", "--device", "cpu", "--out", str(out)])
     assert result.exit_code == 0, result.output
     (row,) = read_records(tmp_path)["precision"]
     assert row.keys() == records["precision"][0].keys()

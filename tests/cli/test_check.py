@@ -139,9 +139,9 @@ def test_a_refused_model_says_why(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_device_that_is_not_there():
-    for device in ("cuda", "tpu"):
+    for device, said in (("cuda", "torch sees no GPU"), ("tpu", "--device must be cpu or cuda, got 'tpu'")):
         result = run("qwen3-8b", "--device", device)
-        assert isinstance(result.exception, ValueError) and f"--device {device} will not do" in str(result.exception)
+        assert isinstance(result.exception, ValueError) and said in str(result.exception)
 
 
 # --- Small copies ---------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -157,6 +158,54 @@ def test_a_layer_whose_only_trainable_parameter_is_unused():
         expected = run_step(model, batch)
         streamgrad.enable(model, **OPTIONS)
         assert_same_step(run_step(model, batch), expected, 1e-10)
+
+
+@pytest.mark.parametrize("way", ["hook", "forward", "attribute", "helper"])
+def test_a_tensor_that_becomes_trainable_in_a_later_step_is_refused(way):
+    """Whatever way a layer comes by it, and however many steps it has passed."""
+    model = streamgrad.enable(tiny_model("llama"), **OPTIONS)
+    mlp, vector = model.model.layers[1].mlp, torch.zeros(24, dtype=torch.float64)
+    kind, steered = type(mlp), functools.partial(torch.add, vector)
+    if way == "hook":
+        mlp.register_forward_hook(lambda module, args, out: out + vector)
+    elif way == "forward":
+        mlp.forward = lambda hidden: kind.forward(mlp, hidden) + vector
+    elif way == "attribute":
+        mlp.vector = vector
+        mlp.__class__ = type("Steered", (kind,), {"forward": lambda self, hidden: kind.forward(self, hidden) + self.vector})
+    else:
+        mlp.__class__ = type("Steered", (kind,), {"forward": lambda self, hidden: steered(kind.forward(self, hidden))})
+    for _ in range(2):
+        model(**batches.plain(None)).loss.backward()
+    vector.requires_grad_()
+    loss = model(**batches.plain(None)).loss
+    with pytest.raises(RuntimeError, match=r"LlamaDecoderLayer 1 reads a trainable tensor of shape \(24,\)"):
+        loss.backward()
+
+
+class _Named(torch.autograd.Function):
+    """Twice its input; its node has an attribute of the name that nodes of tensors have."""
+
+    @staticmethod
+    def forward(ctx, hidden):
+        ctx.variable = torch.zeros(3, requires_grad=True)
+        return 2.0 * hidden
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2.0 * gradient
+
+
+def test_what_a_function_calls_variable_is_not_taken_for_a_leaf():
+    def hooked():
+        model = tiny_model("llama")
+        model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: _Named.apply(out))
+        return model
+
+    batch = batches.plain(None)
+    with no_float32():
+        expected = run_step(hooked(), batch)
+        assert_same_step(run_step(streamgrad.enable(hooked(), **OPTIONS), batch), expected, 1e-10)
 
 
 # --- the installed forward ---------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from streamgrad.attention.backends import Block, backends_named
 from streamgrad.attention.masks import CausalMask
 from streamgrad.attention.streamed import streamed_attention
 from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, StopAfterWrite, spans
+from streamgrad.engine.policy import LayerPolicy
 from streamgrad.hf.step_plan import Planner
-from streamgrad.memory.costs import LayerPolicy
 from streamgrad.memory.planner import Plan
 from tiny import FAMILIES, tiny_model, tokens
 
@@ -113,7 +113,7 @@ def test_any_plan(family, kind, batch, lengths, plan, training, fused_kernels, s
     chosen = Plan(tuple(LayerPolicy(keep) for keep, _ in plan), tuple(size for _, size in plan), 0.0, 0.0)
     for length in lengths:
         arguments = masked_batch(kind, batch, length, seed)
-        with no_float32(), mock.patch.object(Planner, "plan", return_value=chosen):
+        with no_float32(), mock.patch.object(Planner, "plan_without_costs", return_value=chosen):
             expected = run_step(model, arguments)
             streamgrad.enable(model, fused_kernels=fused_kernels, head_chunk_size=3)
             actual = run_step(model, arguments)
@@ -158,7 +158,7 @@ def test_streamed_attention_alone(length, chunk_size, batch, groups, size, windo
     totals = [torch.zeros_like(leaf) for leaf in leaves]
     for start, stop in reversed(spans(length, chunk_size)):
         own = [tensor[:, :, start:stop].detach().requires_grad_() for tensor in (query, key, value)]
-        chunk = Chunk(start, stop, stream=stream, mask=mask, backends=backends_named("auto"), write_keys=False)
+        chunk = Chunk(start, stop, stream=stream, mask=mask, backends=backends_named("auto"), in_backward=True)
         own_sink = None if sink is None else sink.detach().requires_grad_()
         out = streamed_attention(chunk, *own, scale=0.7, softcap=softcap, sink_H=own_sink)
         torch.testing.assert_close(out, expected_out[:, :, start:stop], rtol=1e-10, atol=1e-12)

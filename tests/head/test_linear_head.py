@@ -284,7 +284,7 @@ def test_16_bit_gradients_are_rounded_once(spread, items):
         ({"weight": torch.zeros(V, E + 1, dtype=torch.float64)}, ValueError, "width"),
         ({"weight": torch.zeros(V, E, dtype=torch.float32)}, ValueError, "float64 and the weight is torch.float32"),
         ({"chunk_size": 0}, ValueError, "chunk_size=0"),
-        ({"chunk_size": "large"}, ValueError, "chunk_size='large'.*\"auto\""),
+        ({"chunk_size": "large"}, ValueError, "\"auto\", got 'large'"),
         ({"temperature": 0.0}, ValueError, "temperature=0.0 must be positive"),
         ({"softcap": -1.0}, ValueError, "softcap=-1.0"),
     ],

@@ -12,8 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import streamgrad
 from gradients import assert_same_step, no_float32, run_step
 from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, SeamError
-from streamgrad.hf.attention_seam import IMPLEMENTATION, stream_attention_forward, streamed_attention_in
-from streamgrad.hf.mask_seam import stream_mask
+from streamgrad.hf.seams import IMPLEMENTATION, stream_attention_forward, stream_mask, streamed_attention_in
 from tiny import FAMILIES, tiny_model, tokens
 
 

@@ -17,14 +17,17 @@ import streamgrad
 from families import small_model
 from gradients import assert_same_step, no_float32, run_step
 from streamgrad.config import parse_bytes
+from streamgrad.engine.policy import LayerPolicy
 from streamgrad.hf import step_plan as planning
 from streamgrad.hf.patching import InstalledForward
-from streamgrad.memory.costs import LayerCosts, LayerPolicy, Shape, embedding_parts
+from streamgrad.memory.costs import LayerCosts, Shape, embedding_parts
 from streamgrad.memory.device import usable_share
 from streamgrad.memory.live_bytes import LiveBytes
 from streamgrad.memory.planner import (
     LARGE_CHUNKS,
     SMALL_CHUNKS,
+    Budget,
+    Choices,
     Plan,
     Step,
     choose_plan,
@@ -49,9 +52,7 @@ def step_of(sequence: int, *, batch: int = 1) -> Step:
 
 
 def plan_of(sequence: int, budget: float, *, keep="auto", offload="auto", host: float = 100 * GB, chunk_size=None):
-    return choose_plan(
-        step_of(sequence), keep=keep, offload=offload, chunk_size=chunk_size, budget_bytes=budget, host_budget_bytes=host
-    )
+    return choose_plan(step_of(sequence), Choices(keep, offload, chunk_size), Budget(budget, host))
 
 
 def slowness(plan: Plan) -> int:
@@ -123,8 +124,7 @@ def test_each_layer_has_the_largest_chunks_that_it_has_room_for():
     """Few trained parameters: what is kept is most of what there is, and the last layers are the tightest."""
     step = dataclasses.replace(step_of(36_000), layer_gradient_bytes=0.0)
     budget = 18 * GB
-    options = {"keep": "input", "offload": "none", "chunk_size": None, "host_budget_bytes": 0.0}
-    plan, fits = choose_plan(step, budget_bytes=budget, **options)
+    plan, fits = choose_plan(step, Choices("input", "none", None), Budget(budget, 0.0))
     assert fits and len(set(plan.chunk_sizes)) > 2 and list(plan.chunk_sizes) == sorted(plan.chunk_sizes, reverse=True)
     sizes = (*LARGE_CHUNKS, *SMALL_CHUNKS)
     for index, size in enumerate(plan.chunk_sizes):

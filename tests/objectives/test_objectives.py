@@ -254,9 +254,9 @@ def test_on_a_streamed_model():
 
 
 BAD = {
-    "loss_type": (lambda: sft_loss(*[torch.zeros(2, 3)] * 2, loss_type="nlll"), "loss_type='nlll' .*'nll', 'dft'"),
+    "loss_type": (lambda: sft_loss(*[torch.zeros(2, 3)] * 2, loss_type="nlll"), "loss_type must be .*'nll', 'dft', got 'nlll'"),
     "shape": (lambda: sft_loss(torch.zeros(2, 3), torch.zeros(2, 1)), r"mask has shape \(2, 1\) but logprobs \(2, 3\)"),
-    "dpo": (lambda: dpo_loss(*[torch.zeros(2, 3)] * 6, loss_type="sigmoidal"), "loss_type='sigmoidal' is not a choice"),
+    "dpo": (lambda: dpo_loss(*[torch.zeros(2, 3)] * 6, loss_type="sigmoidal"), "loss_type must be one of .* got 'sigmoidal'"),
     "reference": (lambda: dpo_loss(*[torch.zeros(2, 3)] * 3, None, *[torch.zeros(2, 3)] * 2), "ref_chosen_logprobs is given"),
     "weights": (lambda: dpo_loss(*[torch.zeros(2, 3)] * 6, loss_weights=[1, 2]), "2 loss_weights for 1 losses"),
     "exo": (lambda: dpo_loss(*[torch.zeros(2, 3)] * 6, loss_type="exo_pair"), "label_smoothing=0.0"),
@@ -276,10 +276,10 @@ BAD = {
         ),
         "aot sorts its pairs",
     ),
-    "grpo": (lambda: grpo_loss(torch.zeros(2, 3), torch.zeros(2), torch.zeros(2, 3), loss_type="gnpo"), "'gnpo' is not"),
+    "grpo": (lambda: grpo_loss(torch.zeros(2, 3), torch.zeros(2), torch.zeros(2, 3), loss_type="gnpo"), "got 'gnpo'"),
     "level": (
         lambda: grpo_loss(torch.zeros(2, 3), torch.zeros(2), torch.zeros(2, 3), importance_sampling_level="word"),
-        "importance_sampling_level='word'",
+        "importance_sampling_level must be .* got 'word'",
     ),
     "no reference": (lambda: grpo_loss(torch.zeros(2, 3), torch.zeros(2), torch.zeros(2, 3), beta=0.1), "ref_logprobs is None"),
     "no entropy": (

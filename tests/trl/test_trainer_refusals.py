@@ -73,7 +73,7 @@ def test_a_head_with_an_adapter(tmp_path):
         sft(tmp_path, network=model("llama"), extra={"peft_config": lora(target_modules=["lm_head"])})
     tokens = LoraConfig(r=3, target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [4, 5]})
     trainer = sft(tmp_path, extra={"peft_config": tokens})
-    with pytest.raises(ValueError, match="head is a .*linear head alone.* trainable_token_indices"):
+    with pytest.raises(ValueError, match="head is a .*linear head only.* trainable_token_indices"):
         first_step(trainer)
 
 

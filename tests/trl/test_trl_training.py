@@ -220,11 +220,11 @@ def test_a_memory_budget_counts_the_head(tmp_path, name, saved, monkeypatch):
     """What is planned for the layers leaves room for what scoring will hold; a budget that cannot do is refused beforehand."""
     seen = []
     plan = Planner.plan
-    monkeypatch.setattr(Planner, "plan", lambda self, *args, **kwargs: seen.append(args[6]) or plan(self, *args, **kwargs))
+    monkeypatch.setattr(Planner, "plan", lambda self, call, costs: seen.append(call.head) or plan(self, call, costs))
     stream = StreamConfig(chunk_size=7, head_chunk_size=5, memory_budget="64MiB")
     first_step(build(name, tmp_path, load(saved), streamed=True, stream=stream))
     vocabulary, width = 61, 24
-    assert seen and all(head(1000).bytes > 8 * vocabulary * (width + 2 * 5) for head in seen)
+    assert seen and all(head.bytes_at_work(1000) > 8 * vocabulary * (width + 2 * 5) for head in seen)
     stream = StreamConfig(memory_budget="100KB")
     with pytest.raises(ValueError, match="memory_budget='100KB' cannot hold"):
         first_step(build(name, tmp_path, load(saved), streamed=True, stream=stream))

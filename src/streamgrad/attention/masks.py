@@ -1,4 +1,4 @@
-"""Which keys a query may see, by chunk of queries: never (T x T), and (chunk x keys) only where nothing shorter says it.
+"""Attention masks for one chunk of queries at a time: never (T x T), and (chunk x keys) only where nothing shorter describes it.
 
 Shapes: B batch, H heads, T sequence, L queries of a chunk, S keys that the chunk can see.
 """
@@ -21,11 +21,11 @@ HIDDEN_BIAS = -1e4
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What a mask says about the queries of one chunk: the keys `[first, last)` that some of them see, and which see which.
+    """The mask of one chunk: its queries see keys in `[first, last)` only.
 
     Args:
-        causal, window, varlen: as in `backends.Block`.
-        masked: only the mask's `visible(start, stop, first, device)` says it, and `last` is `stop`.
+        causal, window, varlen: which query sees which key, as in `backends.Block`.
+        masked: only the mask's `visible(start, stop, first, device)` describes it, and `last` is `stop`.
     """
 
     first: int
@@ -37,17 +37,17 @@ class Part:
 
 
 class CausalMask:
-    """`visible(b, q, k) = k <= q and rule(b, 0, q, k) and padding_BT[b, k]`.
+    """A causal mask: `visible(b, q, k) = k <= q and rule(b, 0, q, k) and padding_BT[b, k]`.
 
-    Not a dataclass: FSDP2's mixed precision copies those among a layer's arguments, and each layer would work its parts out anew.
+    Not a dataclass: FSDP2's mixed precision copies dataclass arguments of a layer, so each layer would recompute the parts.
 
     Args:
-        rule: index function over broadcast index tensors, or None for no rule beyond causality.
-        padding_BT: True for real tokens, or None when all are.
+        rule: boolean function of broadcast index tensors, or None for no rule beyond causality.
+        padding_BT: True for real tokens, or None if all are real.
         window: the rule hides every key with `k <= q - window`.
         documents_BT: the rule hides keys of other documents; ids must not decrease along T.
-        has_other_rule: the rule does more than `window` and `documents_BT` say.
-        batch: rows of the batch that the rule is asked about; it may treat them differently.
+        has_other_rule: the rule hides more than `window` and `documents_BT` describe.
+        batch: rows of the batch that the rule is called with; it may treat them differently.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class CausalMask:
         self._parts: dict[tuple[int, int, int], Part] = {}
 
     def part(self, start: int, stop: int, batch: int) -> Part:
-        """What the queries `[start, stop)` of `batch` rows see; worked out once for all layers that share the mask."""
+        """Return what the queries `[start, stop)` of `batch` rows see, computed once for all layers that share the mask."""
         key = start, stop, batch
         if key not in self._parts:
             self._parts[key] = self._part(start, stop, batch)
         return self._parts[key]
 
     def visible(self, start: int, stop: int, first_key: int, device: torch.device) -> Tensor:
-        """Boolean (B or 1, 1, L, S); True where the key takes part."""
+        """Return a boolean mask (B or 1, 1, L, S), True where the query sees the key."""
         query_L1 = torch.arange(start, stop, device=device)[None, None, :, None]
         key_1S = torch.arange(first_key, stop, device=device)[None, None, None, :]
         seen = key_1S <= query_L1
@@ -98,7 +98,7 @@ class CausalMask:
         return _as_part(numbered, start, stop, batch, self.window)
 
     def _segments(self, start: int, stop: int) -> list[list[Segment]] | None:
-        """Of each row, in positions of the sequence; None where a row's mask is not made of segments."""
+        """Return the segments of each row, in positions of the sequence; None if a row's mask is not made of segments."""
         segments = []
         for row in self._rows:
             of_row = row.segments(start, stop, self.window)
@@ -109,7 +109,7 @@ class CausalMask:
 
     @cached_property
     def _rows(self) -> list[_Row]:
-        """The padding and the documents of each row (or of all, where they are the same), in one copy from the device."""
+        """Padding and documents of each row (one entry if all rows are alike), read in one copy from the device."""
         given = [tensor for tensor in (self.documents_BT, self.padding_BT) if tensor is not None]
         shape, device = torch.broadcast_shapes(*(tensor.shape for tensor in given)), given[0].device
         begins_BT, is_real_BT = torch.zeros(2, *shape, dtype=torch.bool, device=device).unbind(0)
@@ -122,7 +122,7 @@ class CausalMask:
 
 @dataclass(frozen=True)
 class _Row:
-    """One row of a batch: its real tokens `[first_real, last_real)`, and where its documents start, the first at 0."""
+    """One row of a batch: its real tokens `[first_real, last_real)`, and the starts of its documents, the first at 0."""
 
     length: int
     first_real: int
@@ -142,7 +142,7 @@ class _Row:
         return self.starts[bisect_right(self.starts, position) - 1]
 
     def documents(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """`[first, last)` of each document with a token in `[start, stop)`."""
+        """Yield `[first, last)` of each document with a token in `[start, stop)`."""
         for index in range(bisect_right(self.starts, start) - 1, len(self.starts)):
             first = self.starts[index]
             if first >= stop:
@@ -150,7 +150,7 @@ class _Row:
             yield first, self.starts[index + 1] if index + 1 < len(self.starts) else self.length
 
     def segments(self, start: int, stop: int, window: int | None) -> list[Segment] | None:
-        """What the queries `[start, stop)` see, or None where that is not made of segments."""
+        """Return the segments of the queries `[start, stop)`, or None if the row's mask is not made of segments."""
         if not self.is_contiguous:
             return None
         segments = []
@@ -160,7 +160,7 @@ class _Row:
             if query < end:
                 seen = first_key if window is None else max(first_key, query - window + 1)
                 segments.append(Segment(0, query, end, seen, end, causal=True))
-            # Queries on the padding after the real tokens see all of these, unless a window hides some or all.
+            # Padding queries after the real tokens see all real keys of the document, unless a window hides some or all of them.
             query, end = max(start, first, self.last_real), min(stop, last)
             if query < end and first_key < self.last_real and (window is None or query - window + 1 < self.last_real):
                 if window is not None and end - window > first_key:
@@ -170,7 +170,7 @@ class _Row:
 
 
 def _as_part(segments: list[Segment], start: int, stop: int, batch: int, window: int | None) -> Part:
-    """The segments of a chunk; one that is the same in every row and takes in every query is not even a segment."""
+    """Return the segments of a chunk as a `Part`; without a `VarlenMask` if one segment, alike in all rows, spans all queries."""
     if not segments:
         return Part(start, stop, varlen=VarlenMask((), batch, stop - start))
     first, last = min(segment.first_key for segment in segments), max(segment.last_key for segment in segments)
@@ -183,13 +183,13 @@ def _as_part(segments: list[Segment], start: int, stop: int, batch: int, window:
 
 
 def _narrower(window: int | None, keys: int) -> int | None:
-    """The window, if it hides anything of so many keys."""
+    """Return the window, or None if it hides none of so many keys."""
     return None if window is None or keys <= window else window
 
 
 @dataclass(frozen=True, eq=False)
 class DenseMask:
-    """A user's own (B or 1, H or 1, T, T) mask: boolean, True where the key takes part, or additive."""
+    """A user's own (B or 1, H or 1, T, T) mask: boolean, True where the query sees the key, or additive."""
 
     values_BHTT: Tensor
 
@@ -204,7 +204,7 @@ class DenseMask:
         return self.values_BHTT.shape[-2]
 
     def first_look_ahead(self, chunk_size: int) -> tuple[int, int] | None:
-        """A (query, key) with key > query that the mask lets through, or None if it is causal."""
+        """Return a (query, key) with key > query that the mask leaves visible, or None if the mask is causal."""
         for start in range(0, self.length, chunk_size):
             rows_BHLT = self.values_BHTT[:, :, start : start + chunk_size]
             ahead_LT = is_visible(rows_BHLT).any(dim=(0, 1)).triu(diagonal=start + 1)
@@ -215,19 +215,19 @@ class DenseMask:
 
 
 def is_visible(mask: Tensor) -> Tensor:
-    """A boolean or additive mask as a boolean one."""
+    """Return a boolean or additive mask as a boolean one."""
     return mask if mask.dtype == torch.bool else mask > HIDDEN_BIAS
 
 
 def rows_without_keys(attention_mask: Tensor, window: int | None) -> Tensor:
-    """(B, T), True for a query from which every key is hidden by the mask, (B, T) of real tokens or (B, H, T, T).
+    """Return (B, T), True for a query that sees no key under `attention_mask`: (B, T), true for real tokens, or (B, H, T, T).
 
-    `window` is the narrowest sliding window of the model's layers; it acts together with a (B, T) mask.
+    `window` is the narrowest sliding window of the model's layers; it is combined with a (B, T) mask only.
     """
     if attention_mask.ndim == 2:
         seen_BT = attention_mask.long().cumsum(dim=1)
         if window is not None and window < seen_BT.shape[1]:
             seen_BT = seen_BT - torch.nn.functional.pad(seen_BT, (window, 0))[:, :-window]
         return seen_BT == 0
-    blocks = attention_mask.split(1024, dim=2)  # not all rows at once: their visibility is a copy of the mask
+    blocks = attention_mask.split(1024, dim=2)  # not all rows at once: `is_visible` copies an additive mask
     return torch.cat([~is_visible(rows_BHLT).any(dim=(1, 3)) for rows_BHLT in blocks], dim=1)

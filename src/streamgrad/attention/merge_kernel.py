@@ -1,7 +1,7 @@
-"""The merge of two pieces of attention as a Triton kernel: both are read once, and the result takes the place of the first.
+"""Triton kernel that merges two pieces of attention: both are read once, and the result overwrites the first.
 
-It equals `merge` of `backends.base`, whose torch code is its reference. Importing this module needs Triton; `merge` does so only
-for 16-bit tensors on a GPU. Offsets are 64-bit: queries times heads times size pass 2^31.
+It equals `backends.block.merge`, whose torch code is its reference. Importing this module needs Triton; `merge` imports it only
+for 16-bit tensors on a GPU. Offsets are 64-bit: queries x heads x head size exceeds 2^31.
 
 Shapes: B batch, H heads, L queries, D head size.
 """
@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Elements that a program holds of each operand at a time.
+# Elements of each operand that a program holds at a time.
 TILE = 4096
 
 
 def merge_(out_BHLD: Tensor, lse_BHL: Tensor, other_BHLD: Tensor, other_lse_BHL: Tensor) -> None:
-    """`out` and `lse` become those of attention over both sets of keys."""
+    """Overwrite `out` and `lse` with those of attention over both sets of keys."""
     batch, heads, length, size = out_BHLD.shape
     block = triton.next_power_of_2(size)
     rows = max(1, TILE // block)

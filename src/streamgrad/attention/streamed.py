@@ -1,10 +1,10 @@
-"""Attention of one chunk of queries over all keys so far, whose gradient for earlier keys goes into the stream.
+"""Attention of one chunk of queries over all keys so far; the gradients of earlier keys are summed in the key/value stream.
 
-    scores = query @ keys[0:stop]^T * scale,  hidden where the mask says so
+    scores = query @ keys[0:stop]^T * scale,  -inf where the mask hides a key
     out = softmax(scores) @ values[0:stop]
 
-Only keys that some query of the chunk can see are read. A mask is built only where causality, a window, documents and padding at
-the ends of rows do not say what is hidden, or where no kernel can do without.
+Only keys that some query of the chunk sees are read. A (chunk x keys) mask is built only if causality, a window, documents and
+padding at the ends of rows do not describe what is hidden, or if the kernel takes nothing else.
 
 Shapes: B batch, H query heads, G key/value heads, L chunk, D head size.
 """
@@ -36,12 +36,12 @@ def streamed_attention(
     dropout: float = 0.0,
     sink_H: Tensor | None = None,
 ) -> Tensor:
-    """`out_BHLD` for `chunk`'s queries.
+    """Return the attention output `out_BHLD` of `chunk`'s queries.
 
     Args:
-        sink_H: a score per head that takes part in the softmax and carries no value (gpt-oss).
+        sink_H: a score per head that takes part in the softmax and has no value (gpt-oss).
     """
-    # Kernels want one head size. Columns of zeros change neither scores nor outputs, and get no gradient.
+    # Kernels need one head size for keys and values. Columns of zeros change neither scores nor outputs.
     size, value_size = max(key_BGLD.shape[-1], value_BGLD.shape[-1]), value_BGLD.shape[-1]
     query_BHLD, key_BGLD, value_BGLD = (_widened(tensor, size) for tensor in (query_BHLD, key_BGLD, value_BGLD))
     chunk.receive(key_BGLD, value_BGLD)
@@ -70,9 +70,9 @@ def _widened(tensor_BHLD: Tensor, size: int) -> Tensor:
 
 
 class _StreamedAttention(torch.autograd.Function):
-    """Keys and values are read from the stream; the chunk's own are inputs so that their gradient flows on.
+    """Attention that reads keys and values from the stream; the chunk's own are inputs so that their gradient flows on.
 
-    Inputs, output and their gradients belong to this process's tokens, and everything in between to its heads (`engine.ulysses`).
+    Inputs, output and their gradients hold this rank's tokens; everything in between holds its heads (`engine.ulysses`).
     """
 
     @staticmethod
@@ -96,11 +96,11 @@ class _StreamedAttention(torch.autograd.Function):
             if chunk.keep_attention and block.dropout == 0.0:
                 chunk.kept = done
         ctx.backends, ctx.sharing, ctx.span, ctx.keys, ctx.block = chunk.backends, chunk.sharing, chunk.span, keys, block
-        # A chunk that is the whole sequence reads its own keys alone. Its graph may be kept, and run backward more than once:
-        # autograd takes care of its tensors, and the sums of one pass do not meet those of another.
+        # A chunk that is the whole sequence reads only its own keys. Its graph may be kept and run backward more than once, so
+        # autograd saves them, and each backward pass sums gradients in a stream of its own.
         ctx.stream = None if chunk.is_whole else chunk.stream
         own = chunk.stream.tensors if chunk.is_whole else ()
-        # An alias, so that a tensor that is kept does not itself become the output and a part of this graph.
+        # A detached alias, so that a kept tensor does not itself become the output and join this graph.
         out_BHLD = done.out_BHLD.detach()
         ctx.save_for_backward(query_BHLD, out_BHLD, done.lse_BHL, done.dropped_BHLS, sink_H, *own)
         return chunk.sharing.to_tokens(out_BHLD)
@@ -113,14 +113,14 @@ class _StreamedAttention(torch.autograd.Function):
         dout_BHLD = with_dense_rows(ctx.sharing.to_heads(dout_BHLD))
         done = Attended(out_BHLD, lse_BHL, dropped_BHLS)
         dquery_BHLD: Tensor | None = None
-        for (start, stop), block in _at_once(ctx.keys, ctx.block, query_BHLD.shape[2]):
+        for (start, stop), block in _split_keys(ctx.keys, ctx.block, query_BHLD.shape[2]):
             key, value = stream.read(start, stop)
             backend = choose(ctx.backends, query_BHLD, key, value, block)
             term_BHLD, pieces = backend.backward(dout_BHLD, query_BHLD, key, value, done, block)
             dquery_BHLD = term_BHLD if dquery_BHLD is None else as_sum(dquery_BHLD).add_(term_BHLD)
-            # For every key, own ones included: those are complete now and are collected just below.
+            # Includes the chunk's own keys, whose gradient is then complete and collected below.
             _deposit(stream, start, pieces)
-            del term_BHLD, pieces  # the next call would run beside them
+            del term_BHLD, pieces  # free them before the next kernel call
         assert dquery_BHLD is not None
         dkey_BGLD, dvalue_BGLD = stream.collect(*ctx.span)
         dsink_H = None
@@ -137,10 +137,10 @@ def _deposit(stream: KeyValueStream, start: int, pieces: list[KeyGradient]) -> N
         stream.deposit(start + first, start + last, dkey, dvalue)
 
 
-def _at_once(keys: tuple[int, int], block: Block, rows: int) -> list[tuple[tuple[int, int], Block]]:
-    """A block as blocks of a bounded number of keys, for backward.
+def _split_keys(keys: tuple[int, int], block: Block, rows: int) -> list[tuple[tuple[int, int], Block]]:
+    """Split a block into blocks of a bounded number of keys, for backward.
 
-    Kernels make gradients and workspace for all their keys, and for grouped queries per query head: tens of kilobytes a key.
+    Kernels allocate gradients and workspace for all their keys, with grouped queries even per query head: tens of kB per key.
     """
     first, last = keys
     if not block.causal or block.window is not None or block.dropout > 0.0:
@@ -153,7 +153,7 @@ def _at_once(keys: tuple[int, int], block: Block, rows: int) -> list[tuple[tuple
 
 
 def _add_sink(done: Attended, sink_H: Tensor) -> Attended:
-    """Merge with a key of score `sink_H` and value 0."""
+    """Return `done` merged with one more key, of score `sink_H` and value 0."""
     total_BHL = torch.logaddexp(done.lse_BHL, sink_H.to(done.lse_BHL.dtype)[None, :, None])
     share_BHL1 = (done.lse_BHL - total_BHL).exp().unsqueeze(-1)
     return Attended((done.out_BHLD * share_BHL1).to(done.out_BHLD.dtype), total_BHL, done.dropped_BHLS)

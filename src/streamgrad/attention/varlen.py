@@ -1,11 +1,11 @@
-"""A mask as rectangles: which keys the queries of a chunk see, in the form that kernels for varlen batches take.
+"""Masks as rectangles of queries and keys, the form that varlen kernels take.
 
-With padding at the ends of a row, with packed documents and with a sliding window, a query sees consecutive keys, and queries
-that follow one another see the same keys but for the last ones. A `Segment` is such a rectangle. The segments of a chunk replace its
-(chunk x keys) mask; a query outside of every segment sees no key.
+With packed documents and padding at the ends of rows, consecutive queries see the same keys, up to causality. A `Segment` is such
+a rectangle; a sliding window applies within it. The segments of a chunk replace its (chunk x keys) mask, and a query in no
+segment sees no key.
 
-Shapes: B batch, H heads, L queries of a chunk, S keys, T either, N tokens of a varlen batch (queries or keys of its segments in a
-row), C segments and one, x whatever follows.
+Shapes: B batch, H heads, L queries of a chunk, S keys, T queries or keys, N tokens of a varlen batch (the queries or keys of its
+segments, concatenated), C segments + 1, x any further axes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 class Segment(NamedTuple):
     """Queries `[first_query, last_query)` of a row that see keys `[first_key, last_key)`.
 
-    Causal: the last query sees the last key, the one before it all but that one, and so on; else each query sees every key.
+    If `causal`, the last query sees all keys, the one before it all but the last key, and so on; else each query sees every key.
     """
 
     row: int
@@ -39,7 +39,7 @@ class Segment(NamedTuple):
         return tensor_BHSx[self.row : self.row + 1, :, self.first_key : self.last_key]
 
     def moved(self, queries: int, keys: int) -> Segment:
-        """The same segment, counted from other origins."""
+        """Return the segment with queries counted from `queries` and keys from `keys`."""
         return self._replace(
             first_query=self.first_query - queries,
             last_query=self.last_query - queries,
@@ -50,9 +50,9 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class VarlenMask:
-    """The segments of one chunk of a batch; what kernels need of them on a device is made once and kept.
+    """The segments of one chunk of a batch; the tensors that kernels need are made once per device.
 
-    No query is in two segments. Those of one kind (causal or not) lie in the order of their rows, queries and keys.
+    No query is in two segments. Segments of one kind (causal or not) are sorted by row, query and key.
     """
 
     segments: tuple[Segment, ...]
@@ -62,14 +62,14 @@ class VarlenMask:
     _intervals: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def batches(self, device: torch.device) -> list[VarlenBatch]:
-        """The causal segments as one varlen batch and the others as a second; without those that would be empty."""
+        """Return the causal segments as one varlen batch and the others as a second, leaving out an empty one."""
         if device not in self._batches:
             kinds = ([segment for segment in self.segments if segment.causal is causal] for causal in (True, False))
             self._batches[device] = [VarlenBatch.of(segments, device) for segments in kinds if segments]
         return self._batches[device]
 
     def visible(self, keys: int, window: int | None, device: torch.device) -> Tensor:
-        """The mask that the segments replace, (B, 1, L, S), for kernels that take nothing else.
+        """Return the mask that the segments replace, (B, 1, L, S), for kernels that take nothing else.
 
         `window`, if given, hides all but the last `window` keys from each query of a causal segment.
         """
@@ -82,7 +82,7 @@ class VarlenMask:
         return ((key_S >= first_BL[..., None]) & (key_S < last_BL[..., None])).unsqueeze(1)
 
     def _interval_of_each_query(self) -> Tensor:
-        """(3, B, L): the first key, the end of the keys, and whether the query's segment is causal."""
+        """Return (3, B, L): each query's first key, the end of its keys, and whether its segment is causal."""
         intervals = torch.zeros(3, self.batch, self.queries, dtype=torch.long)
         for segment in self.segments:
             of_segment = intervals[:, segment.row, segment.first_query : segment.last_query]
@@ -97,7 +97,7 @@ class VarlenMask:
 
 @dataclass(frozen=True, eq=False)
 class VarlenBatch:
-    """Segments of one kind, as a varlen batch: segment after segment along one axis of tokens."""
+    """Segments of one kind (causal or not) as a varlen batch, concatenated along one axis of tokens."""
 
     causal: bool
     queries: PackedTokens
@@ -114,9 +114,9 @@ class VarlenBatch:
 
 @dataclass(frozen=True, eq=False)
 class PackedTokens:
-    """The tokens of a varlen batch: slices `(row, first, last)` of a padded one, as few as possible.
+    """The tokens of a varlen batch: slices `(row, first, last)` of a padded batch, adjacent ones joined.
 
-    `cu_seqlens_C` is `[0, end of the first segment, ...]` along the packed axis, in int32.
+    `cu_seqlens_C` is `[0, end of the first segment, ...]` along the packed axis, in int32; `max_seqlen` is the longest segment.
     """
 
     slices: tuple[tuple[int, int, int], ...]
@@ -126,16 +126,16 @@ class PackedTokens:
     @staticmethod
     def of(pieces: Sequence[tuple[int, int, int]], device: torch.device) -> PackedTokens:
         lengths = [last - first for _, first, last in pieces]
-        ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        return PackedTokens(tuple(_joined(pieces)), ends.to(device), max(lengths))
+        cu_seqlens_C = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return PackedTokens(tuple(_joined(pieces)), cu_seqlens_C.to(device), max(lengths))
 
     def gather(self, tensor_BHTx: Tensor) -> Tensor:
-        """(N, H, ...): a view where one slice is all there is."""
+        """Return the packed tokens, (N, H, ...): a view if they are one slice."""
         parts = [tensor_BHTx[row, :, first:last].transpose(0, 1) for row, first, last in self.slices]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def scatter(self, tensor_NHx: Tensor, batch: int, length: int, *, fill: float = 0.0, into: Tensor | None = None) -> Tensor:
-        """(B, H, T, ...): the inverse of `gather`, `fill` or what `into` holds elsewhere; a view where there is no elsewhere."""
+        """Return (B, H, T, ...), the inverse of `gather`; other tokens are `fill`, or kept from `into`. May be a view."""
         if self.slices == ((0, 0, length),) and batch == 1:
             return tensor_NHx.transpose(0, 1).unsqueeze(0)
         if into is None:
@@ -149,7 +149,7 @@ class PackedTokens:
 
 
 def _joined(pieces: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Pieces that follow each other in a row, as one."""
+    """Join pieces that follow one another in a row."""
     joined: list[tuple[int, int, int]] = []
     for row, first, last in pieces:
         if joined and joined[-1][0] == row and joined[-1][2] == first:

@@ -1,7 +1,8 @@
-"""The command line. Its packages (typer, rich, matplotlib) are an extra, so they are imported only once a command runs."""
+"""The command line of streamgrad. typer, rich and matplotlib are an extra, so they are imported only when a command runs."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import warnings
@@ -9,41 +10,42 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _EXTRA = {"typer", "rich", "matplotlib"}
-# torch's warning, once a process, on a processor without bf16 instructions. The products are right; most of it is C++ frames.
+# torch's warning on a CPU without bf16 instructions. The products are right, and most of the text is C++ frames.
 _PRODUCTS_FALL_BACK = r".*failed, switching to (BLAS gemm|baddbmm)"
 
 
 class CheckFailed(Exception):
-    """A command ran and found something wrong; the message says what."""
+    """Raised when a command ran and found something wrong; the message says what."""
 
 
 def main() -> None:
     """Run the command in `sys.argv`."""
+    run("streamgrad.cli.app")
+
+
+def run(module: str) -> None:
+    """Run the `app` of a module on `sys.argv`. It is imported here, so that a missing package also ends in one line."""
     with one_line_errors():
         _let_segments_grow()
         warnings.filterwarnings("ignore", message=_PRODUCTS_FALL_BACK, category=UserWarning)
-        from streamgrad.cli.app import app
-
-        app()
+        importlib.import_module(module).app()
 
 
 def _let_segments_grow() -> None:
-    """Unless the user has set torch's allocator up: fragments of fixed segments take a tenth of a GPU that is full."""
+    """Let torch's allocator grow its segments, unless the user configured it: fragments of fixed ones take a tenth of a GPU."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """What a user can act on ends the program with one line and exit code 1; anything else is a bug and keeps its traceback."""
+    """End the program with one line and exit code 1 for errors that a user can act on. Bugs keep their traceback."""
     try:
         yield
     except (CheckFailed, ValueError, OSError) as error:
         sys.exit(f"{_rank()}streamgrad: {_one_line(error)}")
     except (RuntimeError, MemoryError) as error:
-        import torch
-
-        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "can't allocate memory" not in str(error):
+        if not is_out_of_memory(error):
             raise
         sys.exit(f"{_rank()}streamgrad: out of memory: {_one_line(error)}")
     except ModuleNotFoundError as error:
@@ -53,11 +55,18 @@ def one_line_errors() -> Iterator[None]:
         sys.exit(f'streamgrad: the command line needs {package}, which is not installed. Run: pip install "streamgrad[cli]"')
 
 
+def is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
+    """Return whether a device or the host ran out of memory. On a CPU, torch says so only in the text of a RuntimeError."""
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
 def _rank() -> str:
-    """Of several processes that a launcher started, which one speaks; in the words of torch's tracebacks."""
+    """Return a prefix that names the rank, in the form of torch's tracebacks, if a launcher started several processes."""
     return f"[rank{os.environ['RANK']}]: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ else ""
 
 
 def _one_line(error: Exception) -> str:
-    """The message without line breaks, and without the frames that torch appends to those of its C++ code."""
+    """Return the message without line breaks, and without the C++ frames that torch appends."""
     return " ".join(str(error).partition("\nException raised from")[0].split())

@@ -1,4 +1,4 @@
-"""The commands. Each is in the module of its name, which is imported when the command runs."""
+"""The list of commands. Each is in `streamgrad.cli.<name>`, which is imported when the command runs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typer.core import TyperCommand
 
 import streamgrad
 
-# What `--help` says of each; its own `--help` begins with the same line.
+# What `--help` says about each command, whose own `--help` begins with the same line.
 COMMANDS = {
     "plan": "What a training step will hold and take, before it is run: from the configuration alone, without weights or a GPU.",
-    "check": "Whether gradients are exact for this class of model on this machine: the paper's table of gradient precision.",
+    "check": "Check that gradients are exact for this class of model on this machine: the paper's table of gradient precision.",
     "train": "Train with TRL's trainers, streamed; flags and YAML are those of TRL's command line.",
     "profile": "Where the memory of a training step goes: gradient checkpointing and streaming side by side.",
-    "bench": "Measure time and memory; each benchmark appends its rows to a file.",
+    "bench": "Time a training step of your model on this machine: gradient checkpointing and streaming side by side.",
     "demo": "Train a small model twice, with ordinary backpropagation and streamed, and compare gradients, losses and memory.",
-    "env": "Versions, devices, memory, and which attention kernels work here.",
+    "env": "Print versions, devices, memory, and which attention kernels work here.",
 }
 
 app = typer.Typer(
@@ -48,7 +48,7 @@ def options(
 
 
 class _Later(TyperCommand):
-    """Stands in the list for a command that takes seconds to import."""
+    """A stand-in for a command that takes seconds to import, which it imports when the command runs."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         assert self.name is not None
@@ -60,10 +60,10 @@ for _name, _help in COMMANDS.items():
 
 
 def loaded(name: str) -> Any:
-    """The command that `streamgrad.cli.<name>` has under the same name: a function, or a Typer with commands of its own."""
+    """Return the command `streamgrad.cli.<name>.<name>`, which is a function, or a Typer with commands of its own."""
     found = getattr(importlib.import_module(f"streamgrad.cli.{name}"), name)
     whole = typer.Typer(rich_markup_mode=app.rich_markup_mode)
-    whole.callback()(options)  # with which it is a group, of one command too
+    whole.callback()(options)  # makes it a group, even of one command
     if isinstance(found, typer.Typer):
         whole.add_typer(found, name=name)
     else:

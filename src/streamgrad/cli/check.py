@@ -1,4 +1,4 @@
-"""`streamgrad check`: options and the table; the comparison is in `streamgrad.check`."""
+"""The options and the table of `streamgrad check`. The comparison is in `streamgrad.precision`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def check(
     device: Annotated[str | None, typer.Option(help="cuda or cpu.", show_default="cuda if there is one, else cpu")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON instead of a table.")] = False,
 ) -> None:
-    """Whether gradients are exact for this class of model on this machine: the paper's table of gradient precision.
+    """Check that gradients are exact for this class of model on this machine: the paper's table of gradient precision.
 
     Small random copies of the model (its class and flags, a few narrow layers) are differentiated with and without streaming, in
-    fp32 and bfloat16. Only the configuration is read. Takes seconds, and exits with 1 if a gradient is not as exact as plain
+    fp32 and bfloat16. Only the configuration is read. This takes seconds, and exits with 1 if a gradient is less exact than plain
     backpropagation's or the model cannot be streamed.
 
     **Examples**
@@ -34,7 +34,7 @@ def check(
     `python -m streamgrad check ./my-model --json`
     """
     check_found(model)
-    # Here, so that `--help` and a wrong name need not wait for them.
+    # Imported here, so that `--help` and a wrong name need not wait for them.
     from streamgrad.cli.device import chosen_device
     from streamgrad.hf.configs import config_of
     from streamgrad.precision import LARGEST_ERROR, LARGEST_RATIO, check_precision
@@ -58,7 +58,7 @@ def check(
 
 
 def check_table(model: str, outcome: Outcome) -> Table:
-    """A row per group of modules: absolute and relative errors against plain backpropagation in fp32."""
+    """Return a row per group of modules: absolute and relative errors against plain backpropagation in fp32."""
     from streamgrad.precision import KINDS
 
     title = (

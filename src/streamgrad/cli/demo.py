@@ -1,4 +1,4 @@
-"""`streamgrad demo`: options; the work is in `demonstration`, which takes seconds to import."""
+"""The options of `streamgrad demo`. The work is in `demo_run`, which takes seconds to import."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from rich.console import Console
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Where the plot goes.")] = Path("out/demo.png"),
+    out: Annotated[Path, typer.Option(help="Path of the plot.")] = Path("out/demo.png"),
     memory_image: Annotated[Path | None, typer.Option(help="Also save the memory half of the plot alone.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A few seconds: fewer steps, shorter sequences.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Take a few seconds: fewer steps, shorter sequences.")] = False,
 ) -> None:
     """Train a small model twice, with ordinary backpropagation and streamed, and compare gradients, losses and memory.
 

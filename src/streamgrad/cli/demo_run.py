@@ -23,7 +23,7 @@ import streamgrad
 from streamgrad.cli import CheckFailed
 from streamgrad.memory.live_bytes import peak_bytes_of
 
-# Rounding alone gives errors of 1e-6 to 1e-5 in fp32, by the processor; a wrong gradient is off by 1e-3 or more.
+# Rounding alone gives errors of 1e-6 to 1e-5 in fp32, depending on the CPU; a wrong gradient is off by 1e-3 or more.
 LARGEST_ERROR = 1e-4
 
 ORDINARY, CHECKPOINTING, STREAMED = "ordinary backprop", "gradient checkpointing", "streamgrad"
@@ -49,7 +49,7 @@ across the field after it, and fortunately was just in time to see it pop down a
 
 @dataclass(frozen=True)
 class Settings:
-    """How much the demo does. Lengths are in tokens, which are bytes of `TEXT`."""
+    """The size of the demo. Lengths are in tokens, which are bytes of `TEXT`."""
 
     steps: int
     batch_size: int
@@ -75,8 +75,8 @@ class Training:
 
 
 def run(settings: Settings, *, out: Path, memory_image: Path | None, console: Console) -> None:
-    """The whole demo. Raises `CheckFailed` when a gradient is missing, not finite or off by more than `LARGEST_ERROR`."""
-    # Here, so that a missing matplotlib is found before the training and not after it.
+    """Run the whole demo. Raise `CheckFailed` if a gradient is missing, not finite or off by more than `LARGEST_ERROR`."""
+    # Imported here, so that a missing matplotlib is found before the training and not after it.
     importlib.import_module("matplotlib.figure")
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -128,7 +128,7 @@ def tokens() -> Tensor:
 
 
 def train(model: PreTrainedModel, settings: Settings, device: torch.device) -> Training:
-    """Both methods in lockstep: the same batches, AdamW, and the gradients of the first step compared before it is taken."""
+    """Train with both methods on the same batches by AdamW, and compare the gradients of the first step."""
     models = {ORDINARY: copy.deepcopy(model), STREAMED: copy.deepcopy(model)}
     streamgrad.enable(models[STREAMED], chunk_size=settings.train_chunk, head_chunk_size=settings.train_chunk)
     optimizers = {name: torch.optim.AdamW(each.parameters(), lr=1e-3) for name, each in models.items()}
@@ -152,7 +152,7 @@ def train(model: PreTrainedModel, settings: Settings, device: torch.device) -> T
 
 
 def worst_gradient_error(model: torch.nn.Module, reference: torch.nn.Module) -> tuple[float, str]:
-    """The largest ||g - g_ref|| / ||g_ref|| over all parameters, and the parameter; raises `CheckFailed` on a bad one."""
+    """Return the largest ||g - g_ref|| / ||g_ref|| of all parameters, and its parameter; raise `CheckFailed` if one is bad."""
     worst, worst_name = 0.0, "none"
     for (name, parameter), (_, expected) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
         if parameter.grad is None or expected.grad is None:
@@ -167,7 +167,7 @@ def worst_gradient_error(model: torch.nn.Module, reference: torch.nn.Module) -> 
 
 
 def peak_bytes(model: PreTrainedModel, settings: Settings, device: torch.device) -> dict[str, list[int]]:
-    """Peak bytes of one forward and backward by method and length, above weights and gradients, which exist before."""
+    """Return the peak bytes of one forward and backward, above weights and gradients, by method and length."""
     text = tokens()
 
     def step(length: int) -> None:
@@ -189,7 +189,7 @@ def peak_bytes(model: PreTrainedModel, settings: Settings, device: torch.device)
 
 
 def bytes_per_token(peaks: list[int], lengths: tuple[int, ...]) -> float:
-    """The slope between the shortest and the longest sequence."""
+    """Return the slope of peak bytes between the shortest and the longest sequence."""
     return (peaks[-1] - peaks[0]) / (lengths[-1] - lengths[0])
 
 
@@ -216,7 +216,7 @@ def _memory_table(peaks: dict[str, list[int]], settings: Settings) -> Table:
 
 
 def plot(training: Training | None, peaks: dict[str, list[int]], settings: Settings, footer: str, path: Path) -> None:
-    """Loss curves (where there is a training) and memory against length, side by side."""
+    """Plot loss curves (if there is a training) and memory against length, side by side."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 

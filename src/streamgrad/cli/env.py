@@ -1,4 +1,4 @@
-"""`streamgrad env`: options; the work is in `environment`, which takes seconds to import."""
+"""The options of `streamgrad env`. The work is in `env_report`, which takes seconds to import."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 
 
-def env(as_json: Annotated[bool, typer.Option("--json", help="The same as one JSON object.")] = False) -> None:
-    """Versions, devices, memory, and which attention kernels work here.
+def env(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False) -> None:
+    """Print versions, devices, memory, and which attention kernels work here.
 
     Each kernel is tried on a small chunk of every kind of batch. Exits with 0.
 

@@ -1,7 +1,6 @@
 """The work of `streamgrad env`: what this machine has, which attention kernels work on it, and which one runs for which batch.
 
-Nothing is taken on trust: each kernel computes a small chunk of each kind, forward and backward, and is held to attention written
-out in float64.
+Each kernel computes a small chunk of each kind of batch, forward and backward, and is compared with attention in float64.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from streamgrad.ops.triton_support import kernels_for
 
 PACKAGES = ("torch", "transformers", "triton", "peft", "trl", "accelerate", "deepspeed", "liger-kernel")
 
-# The chunk that is tried: two rows, the last 64 of 96 tokens.
+# The chunk on which kernels are tried: two rows, the last 64 of 96 tokens.
 BATCH, START, STOP, HEADS, KEY_HEADS, HEAD_SIZE = 2, 32, 96, 4, 2, 64
-# Of a 16-bit kernel; a wrong one is off by about 1.
+# Relative error that a 16-bit kernel may have; a wrong one is off by about 1.
 TOLERANCE = 0.03
 
 _Operands = tuple[Tensor, Tensor, Tensor]  # queries, keys, values
@@ -36,7 +35,7 @@ _Operands = tuple[Tensor, Tensor, Tensor]  # queries, keys, values
 
 @dataclass(frozen=True)
 class Environment:
-    """What `streamgrad env --json` prints.
+    """The report of `streamgrad env --json`.
 
     `attention` says for each kind of batch which kernel `attention="auto"` takes, and for each kernel "works" or why it does not.
     """
@@ -80,7 +79,7 @@ def _versions() -> dict[str, str]:
 
 
 def _torchs_flash() -> str:
-    """And what could stand in its place: torch leaves it to the user to put a package there."""
+    """Return torch's own FlashAttention, and how the user can activate a newer one that is installed."""
     for implementation in ("FA4", "FA3"):
         package = f"flash-attn-{implementation[-1]}"
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -111,7 +110,7 @@ def _triton(device: torch.device) -> str:
 
 
 def _kinds() -> dict[str, tuple[CausalMask | DenseMask, float | None]]:
-    """A mask, and a softcap, for each kind of batch that the kernels may treat differently."""
+    """Return a mask and a softcap for each kind of batch that kernels may treat differently."""
     position_T = torch.arange(STOP)
     real_BT = torch.stack([position_T >= 0, position_T >= 41])
     documents_BT = torch.stack([position_T // 40, position_T // 23])
@@ -150,7 +149,7 @@ def _kernels_for(mask: CausalMask | DenseMask, softcap: float | None, device: to
 
 
 def _answer(backend: Backend, operands: _Operands, block: Block) -> str:
-    """ "works", or why not."""
+    """Return "works", or why the kernel does not."""
     refusal = backend.refusal(*operands, block)
     if refusal is not None:
         return refusal
@@ -166,7 +165,7 @@ def _answer(backend: Backend, operands: _Operands, block: Block) -> str:
 
 
 def _outcome(backend: Backend, operands: _Operands, block: Block) -> list[Tensor]:
-    """The output and the gradients of queries, keys and values for an upstream gradient of the values of the queries."""
+    """Return the output and the gradients of queries, keys and values; the queries also serve as the upstream gradient."""
     query, key, value = operands
     done = backend.forward(query, key, value, block)
     dquery, pieces = backend.backward(query, query, key, value, Attended(done.out_BHLD, done.lse_BHL), block)

@@ -1,4 +1,4 @@
-"""`streamgrad plan`: options and the table; the arithmetic is in `streamgrad.plan`."""
+"""`streamgrad plan`: options and tables; the arithmetic is in `streamgrad.hf.estimate`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ _RATES = Rates()
 
 def plan(
     model: Annotated[str, typer.Argument(help="A preset (qwen3-8b), a directory with a config.json, or a name on the hub.")],
-    seq_len: Annotated[int | None, typer.Option(min=1, help="Tokens of each sequence.")] = None,
+    seq_len: Annotated[
+        str | None, typer.Option(help="Tokens of each sequence; several lengths, as in 32768,65536, are one table.")
+    ] = None,
     longest: Annotated[bool, typer.Option("--max", help="Instead of --seq-len: the longest sequence that fits.")] = False,
     batch: Annotated[int, typer.Option(min=1, help="On each GPU: sequences, pairs (dpo) or completions (grpo).")] = 1,
     gpu_memory: Annotated[str, typer.Option(help="Of one GPU.")] = "80GiB",
@@ -62,48 +64,58 @@ def plan(
 
     `python -m streamgrad plan qwen3-8b --max --method lora --gpu-memory 24GiB --host-memory 128GiB`
 
-    `python -m streamgrad plan ./my-model --seq-len 32768 --engine zero3 --gpus 8 --json`
+    `python -m streamgrad plan ./my-model --seq-len 32768,65536 --engine zero3 --gpus 8 --json`
     """
-    if longest == (seq_len is not None):
-        raise ValueError("pass either --seq-len with a number of tokens, or --max for the longest sequence that fits.")
-    report = estimates.estimate(
-        model,
-        seq_len,
-        batch=batch,
-        method=method,
-        lora_rank=lora_rank,
-        objective=objective,
-        optimizer=optimizer,
-        engine=engine,
-        gpus=gpus,
-        dtype=dtype,
-        gpu_memory=gpu_memory,
-        host_memory=host_memory,
-        keep=keep,
-        offload=offload,
+    options = estimates.Options(
+        batch=batch, method=method, lora_rank=lora_rank, objective=objective, optimizer=optimizer, engine=engine, gpus=gpus,
+        dtype=dtype, gpu_memory=gpu_memory, host_memory=host_memory, keep=keep, offload=offload,
         rates=Rates(1e12 * gemm_tflops, 1e12 * attention_tflops[0], 1e12 * attention_tflops[1]),
-    )
+    )  # fmt: skip
+    reports = estimates.estimate_lengths(model, _lengths(seq_len, longest=longest, drawn=out is not None), options)
     if out is not None:
-        draw(report, out)
+        draw(reports[0], out)
     if as_json:
-        typer.echo(json.dumps(report.to_dict(), indent=2))
-        return
+        rows = [report.to_dict() for report in reports]
+        typer.echo(json.dumps(rows if len(rows) > 1 else rows[0], indent=2))
+    else:
+        _print(reports, out)
+
+
+def _lengths(text: str | None, *, longest: bool, drawn: bool) -> list[int | None]:
+    """Return the lengths that were asked for; None stands for the longest that fits."""
+    if longest == (text is not None):
+        raise ValueError("pass either --seq-len with a number of tokens, or --max for the longest sequence that fits.")
+    if text is None:
+        return [None]
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and int(word) for word in words):
+        raise ValueError(f"--seq-len must be whole numbers of at least 1, separated by commas, got {text!r}.")
+    if drawn and len(words) > 1:
+        raise ValueError(f"--out draws one length, got {len(words)}: --seq-len {text}. Leave out --out, or all lengths but one.")
+    return [int(word) for word in words]
+
+
+def _print(reports: list[estimates.Report], picture: Path | None) -> None:
+    """Print the table of one or of several lengths, the plans, and the assumptions."""
     console = Console()
-    console.print(plan_table(report))
-    if not report.streamed.fits:
-        console.print(_what_would_fit(report), style="bold", soft_wrap=True)
-    if report.streamed.plan is not None:
-        console.print(f"{'Plan' if report.streamed.fits else 'Smallest plan'}: {report.streamed.plan}", soft_wrap=True)
-    for line in report.assumptions:
+    console.print(plan_table(reports[0]) if len(reports) == 1 else lengths_table(reports))
+    too_long = [report for report in reports if not report.streamed.fits]
+    if too_long:
+        console.print(_what_would_fit(too_long[0]), style="bold", soft_wrap=True)
+    for report in reports:
+        name = "Plan" if report.streamed.fits else "Smallest plan"
+        tokens = f" of {report.seq_len:,} tokens" if len(reports) > 1 else ""
+        console.print(f"{name}{tokens}: {report.streamed.plan}", soft_wrap=True)
+    for line in reports[0].assumptions:
         console.print(f"  [dim]- {line}[/dim]", soft_wrap=True)
-    if out is not None:
-        console.print(f"Picture: {out}", soft_wrap=True)
+    if picture is not None:
+        console.print(f"Picture: {picture}", soft_wrap=True)
 
 
 def plan_table(report: estimates.Report) -> Table:
-    """A row per component that is there, then totals, time and the longest sequence."""
+    """Return a row for each component that is there, then totals, time and the longest sequence."""
     streamed, plain = report.streamed, report.checkpointing
-    table = Table(title=f"{report.title}, at the worst moment", title_justify="left")
+    table = Table(title=f"{report.title}, in the largest phase", title_justify="left")
     table.add_column("")
     columns = (streamed.device_bytes, streamed.host_bytes, plain.device_bytes)
     for name in ("streamgrad, GPU", "streamgrad, host", "checkpointing, GPU"):
@@ -114,17 +126,38 @@ def plan_table(report: estimates.Report) -> Table:
             table.add_row(component, *(_gib(count) for count in counts))
     table.add_section()
     table.add_row("in all", *(_gib(sum(column.values())) for column in columns), style="bold")
-    table.add_row("worst moment", streamed.moment, "", plain.moment)
+    table.add_row("largest phase", streamed.phase, "", plain.phase)
     table.add_row(f"fits {_gib(report.gpu_memory)}", _yes(streamed.fits), "", _yes(plain.fits))
     table.add_row("longest sequence", f"{streamed.longest_tokens:,}", "", f"{plain.longest_tokens:,}")
     table.add_row("step, at least", f"{streamed.seconds.total:,.1f} s", "", f"{plain.seconds.total:,.1f} s")
     return table
 
 
+def lengths_table(reports: list[estimates.Report]) -> Table:
+    """Return a column for each length, with totals of both ways to compute the step."""
+    first = reports[0]
+    table = Table(title=f"{first.setup}, batch {first.batch}", title_justify="left")
+    table.add_column("tokens", no_wrap=True)
+    for report in reports:
+        table.add_column(f"{report.seq_len:,}", justify="right")
+    for name, outlooks in (
+        ("streamgrad", [report.streamed for report in reports]),
+        ("checkpointing", [report.checkpointing for report in reports]),
+    ):
+        table.add_section()
+        table.add_row(f"{name}, GPU", *(_gib(outlook.peak_bytes) for outlook in outlooks), style="bold")
+        if any(outlook.host_bytes for outlook in outlooks):
+            table.add_row(f"{name}, host", *(_gib(sum(outlook.host_bytes.values())) for outlook in outlooks))
+        table.add_row(f"fits {_gib(first.gpu_memory)}", *(_yes(outlook.fits) for outlook in outlooks))
+        table.add_row("longest sequence", *(f"{outlook.longest_tokens:,}" for outlook in outlooks))
+        table.add_row("step, at least", *(f"{outlook.seconds.total:,.1f} s" for outlook in outlooks))
+    return table
+
+
 def _what_would_fit(report: estimates.Report) -> str:
     longest, parts = report.streamed.longest_tokens, report.streamed.device_bytes
     if longest:
-        return f"This does not fit. Up to {longest:,} tokens would, as --max shows."
+        return f"{report.seq_len:,} tokens do not fit. Up to {longest:,} tokens would, as --max shows."
     fixed = sum(parts.get(name, 0.0) for name in ("weights", "optimizer state"))
     ways = ["a smaller --lora-rank" if "lora" in report.method else "--method lora"]
     ways += ["--optimizer adamw8bit"] if report.optimizer == "adamw" else []

@@ -12,7 +12,7 @@ _LABELLED = 0.03
 
 
 def draw(report: Report, path: Path) -> None:
-    """Write a PNG, or whatever the name's ending says."""
+    """Write the picture as a PNG, or as whatever the name's ending says."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure  # without pyplot: no display, no global state
 
@@ -41,7 +41,7 @@ def draw(report: Report, path: Path) -> None:
     axes.set_xticks(range(len(bars)), [name for name, _ in bars])
     axes.set_xlim(-0.5, len(bars) - 0.1)
     axes.set_ylim(0.0, 1.08 * max(tallest, report.gpu_memory / 2**30))
-    axes.set_ylabel("GiB at the worst moment")
+    axes.set_ylabel("GiB in the largest phase")
     axes.set_title(report.title.replace(": ", ":\n"), fontsize=10)
     handles, labels = axes.get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))

@@ -1,4 +1,4 @@
-"""`streamgrad profile`: options and words; the steps are in `profiled`, the recording in `streamgrad.profile`."""
+"""`streamgrad profile`: options and words. The steps are in `profile_run`, the recording in `streamgrad.profile`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _JSON_POINTS = 400
 
 def profile(
     model: Annotated[str, typer.Option(help="A preset (qwen3-0.6b), with random weights, or tiny.")] = "tiny",
-    layers: Annotated[int | None, typer.Option(min=1, help="Of a preset: its first layers only.", show_default="all")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="The first layers of a preset only.", show_default="all")] = None,
     seq_len: Annotated[int, typer.Option(min=2, max=1 << 20, help="Tokens of the one sequence.")] = 2048,
     chunk_size: Annotated[
-        int | None, typer.Option(min=1, help="Of layers and head, streamed.", show_default="an eighth of the sequence")
+        int | None, typer.Option(min=1, help="Tokens of a chunk, for layers and head.", show_default="an eighth of the sequence")
     ] = None,
     keep: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "input",
     offload: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "none",

@@ -1,4 +1,4 @@
-"""The work of `streamgrad profile`: a step with gradient checkpointing and one streamed, of a preset or a tiny model."""
+"""Records the steps of `streamgrad profile`: one with gradient checkpointing and one streamed, on a preset or a tiny model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHECKPOINTING, STREAMED = "gradient checkpointing", "streamgrad"
 
 
 def profiled_model(name: str, layers: int | None, device: torch.device) -> PreTrainedModel:
-    """Tiny: widths whose proportions are a real model's, with a vocabulary several times as wide as the MLP."""
+    """Return a preset, or a tiny model with the proportions of a real one: its vocabulary is several times as wide as the MLP."""
     if name != "tiny":
         if name not in preset_names():
             raise ValueError(f"--model {name} is not a preset. Pass tiny or one of {', '.join(preset_names())}.")
@@ -33,7 +33,10 @@ def profiled_model(name: str, layers: int | None, device: torch.device) -> PreTr
 
 
 def record_both(model: PreTrainedModel, tokens: int, device: torch.device, **options: Any) -> dict[str, Timeline]:
-    """The same step twice, on random tokens; `options` are those of `streamgrad.enable`. The model is left as it was found."""
+    """Record the same step twice, on random tokens. The model is left as it was found.
+
+    `options` are those of `streamgrad.enable`.
+    """
     ids = torch.randint(model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0)).to(device)
     model.gradient_checkpointing_enable()
     try:
@@ -48,7 +51,7 @@ def record_both(model: PreTrainedModel, tokens: int, device: torch.device, **opt
 
 
 def record(model: PreTrainedModel, ids: Tensor) -> Timeline:
-    """One forward and backward, with labels, that starts and ends without gradients."""
+    """Record one forward and backward with labels. The model starts and ends without gradients."""
     model.zero_grad(set_to_none=True)
     if ids.is_cuda:  # what libraries set up at their first use is no part of a step
         model(input_ids=ids, labels=ids).loss.backward()

@@ -1,7 +1,7 @@
-"""`streamgrad train sft|dpo|grpo`: TRL's command line with streamed trainers; without a model or dataset, a tiny one of its own.
+"""`streamgrad train sft|dpo|grpo`: TRL's command line with streamed trainers, and a tiny model and dataset for a run without any.
 
-What is embedded here needs no download: a byte tokenizer, a model of 0.2 M random parameters, and the text of the demo as texts,
-as pairs of a continuation and its words reversed, and as openings whose continuations are rewarded for the letter "e".
+These need no download. The model has a byte tokenizer and 0.2 M random parameters. The dataset is the demo's text: for SFT as it
+is, for DPO as pairs of a continuation and its words reversed, for GRPO as openings whose continuations should have many "e".
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-# About a minute on two cores of a CPU; a flag or a YAML file replaces any of them.
+# Defaults for about a minute on two cores of a CPU; a flag or a YAML file replaces any of them.
 _QUICK: dict[str, Any] = {
     "per_device_train_batch_size": 8, "max_steps": 60, "learning_rate": 2e-3, "logging_steps": 10, "save_strategy": "no",
     "report_to": ["none"], "bf16": False, "dataloader_pin_memory": False, "chunk_size": 64,
@@ -51,8 +51,8 @@ def grpo(context: typer.Context) -> None:
 
 
 def run(objective: str, arguments: Sequence[str], console: Console) -> None:
-    """The whole command."""
-    # Here, so that the rest of the command line works without trl, and `train --help` need not wait for torch.
+    """Train with `objective` and TRL's flags, `arguments`, and print how the loss or reward has changed."""
+    # Imported here, so that other commands work without trl, and `train --help` need not wait for torch.
     import torch
 
     try:
@@ -69,7 +69,7 @@ def run(objective: str, arguments: Sequence[str], console: Console) -> None:
     console.quiet = command.training.process_index != 0
     embedded: dict[str, Any] = {}
     if command.model.model_name_or_path is not None and not command.has_dataset:
-        raise ValueError("a model is given and no dataset to train it on. Pass --dataset_name, or leave both out to try it.")
+        raise ValueError("a model is given without a dataset to train it on. Pass --dataset_name, or leave both out to try it.")
     if command.model.model_name_or_path is None:
         # Beside the result and not in a temporary place: an adapter trained on it refers to it.
         start = Path(command.training.output_dir) / "start"
@@ -94,7 +94,7 @@ def run(objective: str, arguments: Sequence[str], console: Console) -> None:
 
 
 def save_embedded_model(path: Path) -> None:
-    """A Qwen3-shaped model with random weights and a byte tokenizer, as `from_pretrained` loads them."""
+    """Save a Qwen3-shaped model with random weights and its byte tokenizer, for `from_pretrained` to load."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -136,5 +136,5 @@ def embedded_dataset(objective: str) -> Any:
 
 
 def letter_e(completions: list[str], **_: Any) -> list[float]:
-    """The share of a completion's letters that are "e"."""
+    """Return each completion's share of characters that are "e"."""
     return [completion.count("e") / max(len(completion), 1) for completion in completions]

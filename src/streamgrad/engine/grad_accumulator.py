@@ -1,8 +1,8 @@
 """Parameter gradients that are summed over chunks and leave once.
 
-A *gradient accumulator* is a leaf tensor that shares a parameter's storage. While chunks run backward, the module holds accumulators
-in place of its trainable parameters. The chunks' gradients are summed there (in fp32 for 16-bit parameters), and nothing that
-watches the real parameters, a user's hook, DDP, FSDP or DeepSpeed, sees more than the one gradient that is returned.
+A *gradient accumulator* is a leaf tensor that shares a parameter's storage. While chunks run backward, the module holds
+accumulators in place of its trainable parameters. The chunks' gradients are summed there (in fp32 for 16-bit parameters), and
+nothing that watches the real parameters, a user's hook, DDP, FSDP or DeepSpeed, sees more than the one gradient that is returned.
 
 The weight of a linear map, which is nearly all parameters, is summed by the matrix product itself: each chunk's product is added
 to the sum in the product's own precision, and no gradient of the weight's size is made per chunk.
@@ -24,6 +24,7 @@ from streamgrad.engine.module_walk import modules_of
 from streamgrad.engine.replay import as_autocast
 from streamgrad.ops.accumulate import accumulator_dtype, add_product_, zeros_for_sum
 from streamgrad.ops.autograd import first_order_only, own
+from streamgrad.ops.memory_label import labelled, memory_label
 
 
 class GradAccumulator(Tensor):
@@ -52,7 +53,7 @@ class GradAccumulator(Tensor):
     register_post_accumulate_grad_hook = register_hook
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if function is F.linear and len(args) > 1 and isinstance(args[1], GradAccumulator) and args[1].dim() == 2:
                 return _linear(*args, **(kwargs or {}))
@@ -67,7 +68,7 @@ class GradAccumulator(Tensor):
         return self.autocast_copies[dtype]
 
     def take_gradient(self) -> Tensor | None:
-        """Return the sum and let it go, as a chunk's graph may still hold the accumulator; None where no chunk reached the parameter."""
+        """Return the sum and let it go, for a chunk's graph may still hold the accumulator; None where no chunk reached it."""
         with torch._C.DisableTorchFunctionSubclass():
             terms = [term for term in (self.product_sum, self.grad) if term is not None]
             self.product_sum = self.grad = None
@@ -91,7 +92,7 @@ class GradAccumulators:
         accumulator_of = {
             id(parameter): accumulator for parameter, accumulator in zip(self.parameters, self.tensors, strict=True)
         }
-        swapped: list[tuple[dict, str, nn.Parameter]] = []
+        swapped: list[tuple[dict[str, Any], str, nn.Parameter]] = []
         try:
             for submodule in modules_of(module):
                 for name, parameter in submodule._parameters.items():
@@ -108,8 +109,9 @@ class GradAccumulators:
             for entries, name, parameter in swapped:
                 entries[name] = parameter
 
+    @labelled("gradients")
     def take_sums(self) -> list[Tensor | None]:
-        """The summed gradients in the precision of the sum.
+        """Return the summed gradients in the precision of the sum.
 
         None and not zeros for an unused parameter, so that optimizers and engines treat it as they would without streaming.
         """
@@ -118,8 +120,9 @@ class GradAccumulators:
             for accumulator in self.tensors
         ]
 
+    @labelled("gradients")
     def take_gradients(self) -> list[Tensor | None]:
-        """The summed gradients in the parameters' own dtype. No sum outlives its conversion."""
+        """Return the summed gradients in the parameters' own dtype. No sum outlives its conversion."""
         sums = self.take_sums()[::-1]
         return [_converted(sums.pop(), parameter.dtype) for parameter in self.parameters]
 
@@ -142,7 +145,7 @@ def _linear(hidden: Tensor, weight: GradAccumulator, bias: Tensor | None = None)
 
 
 class _SummingLinear(torch.autograd.Function):
-    """`F.linear(hidden, weight, bias)`. The accumulator is an input, so that there is a graph even where nothing else needs one."""
+    """Computes `F.linear(hidden, weight, bias)`. The accumulator is an input: it makes a graph where nothing else needs one."""
 
     @staticmethod
     def forward(ctx: Any, accumulator: GradAccumulator, hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -157,7 +160,8 @@ class _SummingLinear(torch.autograd.Function):
         dout_NO, hidden_NI = dout.reshape(-1, dout.shape[-1]), hidden.reshape(-1, hidden.shape[-1])
         accumulator: GradAccumulator = ctx.accumulator
         if accumulator.product_sum is None:
-            accumulator.product_sum = zeros_for_sum(weight_OI)
+            with memory_label("gradients"):
+                accumulator.product_sum = zeros_for_sum(weight_OI)
         add_product_(accumulator.product_sum, dout_NO.mT, hidden_NI)
         dhidden = dout @ weight_OI if ctx.needs_input_grad[1] else None
         dbias = dout_NO.sum(dim=0) if ctx.needs_input_grad[3] else None

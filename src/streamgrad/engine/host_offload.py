@@ -13,9 +13,12 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from streamgrad.ops.memory_label import memory_label
 
 
 class PinnedPool:
@@ -86,7 +89,7 @@ class HostStore:
         self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
         self._latest: weakref.ref[Shelf] | None = None
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         """A copied or unpickled model gets host buffers of its own."""
         return HostStore, ()
 
@@ -185,11 +188,12 @@ class _Item:
                 tensor.record_stream(outward)  # its memory is not reused before the copy has read it
 
     def copied_back(self) -> _Arrival:
-        """Device tensors on their way."""
+        """Return device tensors on their way."""
         outward, inward = self._store.streams(self._device)
         current = torch.cuda.current_stream(self._device)
         # Memory of the stream that computes: of the one that copies, neither could use what the other has left.
-        tensors = [torch.empty_strided(*layout[:2], dtype=layout[2], device=self._device) for layout in self._layouts]
+        with memory_label("kept inputs"):
+            tensors = [torch.empty_strided(*layout[:2], dtype=layout[2], device=self._device) for layout in self._layouts]
         inward.wait_stream(outward)
         inward.wait_stream(current)  # which may still work on what was there before
         with torch.cuda.stream(inward):

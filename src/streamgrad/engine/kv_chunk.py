@@ -16,6 +16,7 @@ from torch import Tensor
 
 from streamgrad.engine.ulysses import ALONE, SequenceSharing
 from streamgrad.ops.accumulate import as_sum, zeros_for_sum
+from streamgrad.ops.memory_label import labelled, relabel
 
 
 def spans(length: int, chunk_size: int) -> list[tuple[int, int]]:
@@ -53,6 +54,7 @@ class KeyValueStream:
         assert self._tensors is not None, "no chunk has written its keys yet"
         return self._tensors
 
+    @labelled("keys and values")
     def write(self, start: int, stop: int, key_BGLD: Tensor, value_BGLD: Tensor) -> None:
         if stop - start == self.length:
             self._tensors = with_dense_rows(key_BGLD.detach()), with_dense_rows(value_BGLD.detach())
@@ -67,11 +69,13 @@ class KeyValueStream:
         key_BGTD, value_BGTD = self.tensors
         return key_BGTD[:, :, first:last], value_BGTD[:, :, first:last]
 
+    @labelled("keys and values")
     def deposit(self, first: int, last: int, dkey_BGSD: Tensor, dvalue_BGSD: Tensor) -> None:
         """Add what some queries owe to keys and values `[first, last)`; the tensors are the stream's from now on."""
         terms = dkey_BGSD, dvalue_BGSD
         if self._gradients is None and last - first == self.length:
             self._gradients = terms  # the first term of every key is the sum so far
+            relabel("keys and values", *terms)
             return
         if self._gradients is None:
             key, value = self.tensors
@@ -80,8 +84,9 @@ class KeyValueStream:
         for total, term in zip(self._gradients, terms, strict=True):
             total[:, :, first:last] += term
 
+    @labelled("keys and values")
     def collect(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """The sums for `[start, stop)` in the dtype of keys and values; complete once no later chunk is left."""
+        """Return the sums for `[start, stop)` in the dtype of keys and values; complete once no later chunk is left."""
         assert self._gradients is not None, "nothing was deposited"
         dkey, dvalue = (
             total[:, :, start:stop].to(tensor.dtype) for total, tensor in zip(self._gradients, self.tensors, strict=True)
@@ -133,10 +138,10 @@ class Chunk(LayerChunk):
     stop: int
     stream: KeyValueStream
     mask: object
-    backends: list
+    backends: list[Any]
     keep_attention: bool = False
     stop_after_write: bool = False
-    write_keys: bool = True
+    in_backward: bool = False  # a re-run, whose keys are in the stream already
     kept: Attended | None = None
     own: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     cached: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
@@ -144,7 +149,7 @@ class Chunk(LayerChunk):
     made_after_update: bool = False  # keys and values are not what was cached
     sharing: SequenceSharing = ALONE
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The cache seam: hand what is to be cached straight back. It may not be keys and values yet (latent attention)."""
         if self.cached is not None:
             raise SeamError("its attention writes keys and values more than once a layer")
@@ -157,7 +162,7 @@ class Chunk(LayerChunk):
         self._check_tokens(key_BGLD)
         self.attention_calls += 1
         self.own = key_BGLD, value_BGLD
-        if self.write_keys:
+        if not self.in_backward:
             self.stream.write(*self.span, *(self.sharing.to_heads(states.detach()) for states in self.own))
         if self.stop_after_write:
             raise StopAfterWrite

@@ -26,15 +26,16 @@ import torch
 from torch import Tensor, nn
 
 from streamgrad.engine.grad_accumulator import GradAccumulators
-from streamgrad.engine.guards import RerunGuard, check_leaves, gradient_of_input
+from streamgrad.engine.guards import NO_ADAPTERS, AdapterFacts, RerunGuard, check_leaves, gradient_of_input
 from streamgrad.engine.host_offload import HostStore
 from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, SeamError, StopAfterWrite, spans
 from streamgrad.engine.module_walk import modules_of, parameters_of, trainable_parameters
+from streamgrad.engine.policy import LayerPolicy
 from streamgrad.engine.replay import Autocast, RandomTape
 from streamgrad.engine.saved import Reader, Saved, SavedOnDevice, SavedOnHost
 from streamgrad.engine.ulysses import ALONE, SequenceSharing
-from streamgrad.memory.costs import LayerPolicy
 from streamgrad.ops.autograd import first_order_only
+from streamgrad.ops.memory_label import labelled, memory_label
 
 # Layers whose chunks `check_chunks` has found to be right.
 CHECKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -51,11 +52,13 @@ class StreamedCall:
     layer: nn.Module
     run: Callable[[Tensor, Any], Tensor]
     mask: object
-    backends: list
+    backends: list[Any]
     chunk_size: int
     policy: LayerPolicy
     host_store: HostStore
     sharing: SequenceSharing = ALONE
+    adapters: AdapterFacts = NO_ADAPTERS
+    index: int | None = None  # among the layers of its decoder, where it is in one
 
     def __call__(self, h_BTE: Tensor) -> Tensor:
         if torch.is_grad_enabled() and self.policy.keep == "all":
@@ -73,6 +76,12 @@ class StreamedCall:
         chunk.check_finished()
         chunk.release()
         return out_BTE
+
+    @property
+    def name(self) -> str:
+        """The layer's class, and which of its decoder's layers it is."""
+        kind = type(self.layer).__name__
+        return kind if self.index is None else f"{kind} {self.index}"
 
     def random_tape(self, h_BTE: Tensor) -> RandomTape:
         """Of the input's device and the layer's: a model spread over devices moves the input inside the layer's forward."""
@@ -112,7 +121,7 @@ class _StreamedLayer(torch.autograd.Function):
     def forward(ctx: Any, call: StreamedCall, h_BTE: Tensor, *parameters: Tensor) -> Tensor:
         ctx.call, ctx.parameters = call, parameters
         ctx.autocast, ctx.tape = Autocast(h_BTE.device.type), call.random_tape(h_BTE)
-        ctx.guard, ctx.kept = RerunGuard(call.layer, parameters), call.kept(h_BTE)
+        ctx.guard, ctx.kept = RerunGuard(call.layer, parameters, call.name, call.adapters), call.kept(h_BTE)
         ctx.h_shape, ctx.h_dtype = h_BTE.shape, h_BTE.dtype
         out_BTE, stream = _forward(call, h_BTE, ctx.tape, ctx.guard, ctx.kept)
         ctx.autocast.forget_casts()
@@ -121,6 +130,7 @@ class _StreamedLayer(torch.autograd.Function):
 
     @staticmethod
     @first_order_only
+    @labelled("activations")
     def backward(ctx: Any, dout_BTE: Tensor) -> tuple[Tensor | None, ...]:
         reader = ctx.kept.reader(ctx)  # which raises where backward has run before
         call: StreamedCall = ctx.call
@@ -135,13 +145,13 @@ class _StreamedLayer(torch.autograd.Function):
             for index, (start, stop) in reversed(chunks):
                 h_BLE, attended = reader.chunk(index)
                 h_BLE.requires_grad_(ctx.needs_input_grad[1])
-                chunk = call.chunk((start, stop), stream, write_keys=False, kept=attended)
+                chunk = call.chunk((start, stop), stream, in_backward=True, kept=attended)
                 with torch.enable_grad(), ctx.autocast.restored(), ctx.tape.replaying(index):
                     out_BLE = call.run(h_BLE, chunk)
                 chunk.release()
                 guard.note_again(index, out_BLE)
                 if index == len(chunks) - 1:
-                    check_leaves(out_BLE, [h_BLE, *accumulators.tensors, *chunk.inputs], call.layer)
+                    check_leaves(out_BLE, [h_BLE, *accumulators.tensors, *chunk.inputs], call.name)
                 # None where a layer's only trainable parameter is one it does not use.
                 outputs = [(out_BLE, dout_BTE[:, start:stop]), *chunk.outputs()]
                 outputs = [(output, gradient) for output, gradient in outputs if output.requires_grad]
@@ -152,7 +162,8 @@ class _StreamedLayer(torch.autograd.Function):
                     if len(chunks) == 1:
                         dh_BTE = gradient_of_input(h_BLE, call.layer)
                     else:
-                        dh_BTE = h_BLE.new_empty(ctx.h_shape) if dh_BTE is None else dh_BTE
+                        with memory_label("hidden states"):
+                            dh_BTE = h_BLE.new_empty(ctx.h_shape) if dh_BTE is None else dh_BTE
                         dh_BTE[:, start:stop] = gradient_of_input(h_BLE, call.layer)
                 # Else they would be held, with their gradients, while the next chunk runs.
                 del h_BLE, attended, chunk, out_BLE, outputs
@@ -164,10 +175,11 @@ class _StreamedLayer(torch.autograd.Function):
         return None, dh_BTE, *accumulators.take_gradients()
 
 
+@labelled("activations")
 def _forward(
     call: StreamedCall, h_BTE: Tensor, tape: RandomTape, guard: RerunGuard | None, kept: Saved | None
 ) -> tuple[Tensor, KeyValueStream]:
-    """All chunks in order, without a graph; `guard` and `kept` are told of each where there will be a backward pass."""
+    """Run all chunks in order, without a graph; `guard` and `kept` are told of each where a backward pass follows."""
     h_BTE = h_BTE.detach()  # or chunks would claim to need a gradient, and hooks on submodules would believe them
     stream = call.new_stream(h_BTE.shape[1])
     out_BTE: Tensor | None = None
@@ -192,7 +204,8 @@ def _forward(
             return out_BLE, stream
         if out_BTE is None:
             # Not empty_like(h): under autocast a layer's output may have another dtype than its input.
-            out_BTE = out_BLE.new_empty(*h_BTE.shape[:2], *out_BLE.shape[2:])
+            with memory_label("hidden states"):
+                out_BTE = out_BLE.new_empty(*h_BTE.shape[:2], *out_BLE.shape[2:])
         out_BTE[:, start:stop] = out_BLE
     assert out_BTE is not None
     return out_BTE, stream

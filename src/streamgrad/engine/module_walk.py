@@ -1,17 +1,17 @@
-"""Modules and parameters as torch's own walks give them, in the same order, without the names.
+"""Modules and parameters in the order of torch's own walks, without their names.
 
-torch makes a name of everything that it passes. A step looks at every layer, at its start while the device has nothing to do.
+torch builds a name for everything that it passes. A step walks all layers at its start, while the device has nothing to do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
 
 def modules_of(root: nn.Module, *, but_for: Sequence[nn.Module] = ()) -> list[nn.Module]:
-    """`root.modules()`, without walking into some."""
+    """Return `root.modules()`, without walking into the modules `but_for`."""
     seen, found, pending = set(but_for), [], [root]
     while pending:
         module = pending.pop()
@@ -22,12 +22,17 @@ def modules_of(root: nn.Module, *, but_for: Sequence[nn.Module] = ()) -> list[nn
     return found
 
 
-def parameters_of(root: nn.Module) -> list[nn.Parameter]:
-    """`root.parameters()`."""
-    found = {id(p): p for module in modules_of(root) for p in module._parameters.values() if p is not None}
+def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters that the modules themselves hold, each once."""
+    found = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
     return list(found.values())
 
 
+def parameters_of(root: nn.Module) -> list[nn.Parameter]:
+    """Return `root.parameters()`."""
+    return parameters_in(modules_of(root))
+
+
 def trainable_parameters(root: nn.Module) -> list[nn.Parameter]:
-    """Read afresh at every call: adapters are attached, switched and frozen between steps."""
+    """Return the parameters of `root` that need a gradient now: adapters are attached, switched and frozen between steps."""
     return [parameter for parameter in parameters_of(root) if parameter.requires_grad]

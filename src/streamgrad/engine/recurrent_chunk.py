@@ -1,13 +1,13 @@
-"""Layers whose memory of earlier tokens is a state of fixed size: linear attention, state spaces, short convolutions.
+"""Recurrent layers, which remember earlier tokens in a state of fixed size: linear attention, state spaces, short convolutions.
 
     out[:, a:b], state_b = layer(h[:, a:b], state_a)          for each chunk [a, b) of the sequence
 
-Forward hands each chunk's state to the next. Backward needs the states before all chunks, which it makes again by running every
-chunk up to its states. Then it goes through the chunks in reverse order: the gradient that a chunk leaves for the state before it
-is the gradient of the state after the chunk before.
+Forward passes each chunk's state to the next. Backward recomputes the states before all chunks by running every chunk until it
+has written its states. Then it goes through the chunks in reverse order: a chunk's gradient for the state before it is the
+gradient of the state after the previous chunk.
 
-A layer reads and writes its states through the cache it is given, as transformers' own `Cache` has them: convolution states,
-(B, C, K), the last K inputs of a convolution over tokens, and recurrent states of any shape.
+A layer reads and writes its states through the methods of transformers' `Cache`: convolution states, (B, C, K), the last K inputs
+of a convolution over tokens, and recurrent states of any shape.
 
 Known limits: nothing but a layer's input is kept for backward, so `keep="attention"` keeps no more than `"input"` here.
 
@@ -25,41 +25,41 @@ from torch import Tensor
 from streamgrad.engine.kv_chunk import Attended, LayerChunk, SeamError, StopAfterWrite, UnknownSeamAttribute, spans
 from streamgrad.engine.layer import CHECKED, StreamedCall, in_eval_mode, largest_rounding, relative_difference
 
-# By kind, "conv" or "recurrent", and number: a layer may have several of each.
+# Keyed by kind, "conv" or "recurrent", and number: a layer may have several of each.
 States = dict[tuple[str, int], Tensor]
 
 
 class RecurrentStates:
-    """The states before each chunk, by its first token, and the gradient of the state after the chunk at work."""
+    """States before each chunk, keyed by its first token, and the gradients of the states after the current chunk."""
 
-    tensors = ()  # of keys and values, which there are none of
+    tensors = ()  # no keys and values
 
     def __init__(self, names: set[tuple[str, int]]) -> None:
-        self.names = names  # of all states of the layer, once a chunk has run
+        self.names = names  # of all states of the layer, known once a chunk has run
         self.before: dict[int, States] = {0: {}}
         self.gradients: States = {}
 
 
 @dataclass
 class RecurrentChunk(LayerChunk):
-    """Cache of one call of such a layer over `[start, stop)`: the methods that transformers' layers call of a `Cache`."""
+    """Cache of one call of a recurrent layer over `[start, stop)`, with the methods of `Cache` that transformers' layers call."""
 
     start: int
     stop: int
     stream: RecurrentStates
     stop_after_write: bool = False
-    write_keys: bool = True
+    in_backward: bool = False
     given: States = field(init=False, repr=False)
     read: set[tuple[str, int]] = field(default_factory=set, repr=False)
     written: States = field(default_factory=dict, repr=False)
 
-    # Of attention, which there is none of.
+    # A recurrent layer has no attention to keep.
     kept: Attended | None = None
     made_after_update = False
 
     def __post_init__(self) -> None:
         self.given = self.stream.before[self.start]
-        if not self.write_keys:  # in backward
+        if self.in_backward:
             self.given = {name: state.detach().requires_grad_() for name, state in self.given.items()}
 
     # --- the cache seam --------------------------------------------------------------------------------------------------
@@ -74,15 +74,15 @@ class RecurrentChunk(LayerChunk):
         return self.start > 0
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Or layers would take a single token for a step of decoding, which overwrites states."""
+        """Return True: else layers would take a single token for a decoding step, which overwrites states."""
         return True
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
     ) -> Tensor:
-        """The inputs of a convolution, with those before the chunk in front of them."""
+        """Return the inputs of a convolution, preceded by those before the chunk; the last ones are the new state."""
         if conv_kernel_size is None:
-            raise SeamError("its layers do not say how many earlier tokens a convolution sees")
+            raise SeamError("its layers call update_conv_state without conv_kernel_size")
         before = self._read("conv", state_idx)
         if before is None:
             before = conv_states.new_zeros(*conv_states.shape[:-1], conv_kernel_size)
@@ -107,9 +107,9 @@ class RecurrentChunk(LayerChunk):
             raise StopAfterWrite
 
     def _hand_on(self) -> None:
-        # Copies: a state may be a slice of something long.
+        # Cloned: a state may be a slice of a long tensor, which would stay alive.
         self.stream.before[self.stop] = {name: state.detach().clone() for name, state in self.written.items()}
-        if not self.stop_after_write:  # in forward, where the state before a chunk is needed no more
+        if not self.stop_after_write:  # in forward, which no longer needs the state before the chunk
             self.stream.before.pop(self.start)
 
     def check_finished(self) -> None:
@@ -121,7 +121,7 @@ class RecurrentChunk(LayerChunk):
         self._hand_on()
 
     def __getattr__(self, name: str) -> Any:
-        raise UnknownSeamAttribute(f"its layers read {name!r} of their cache, which the states of a chunk do not have")
+        raise UnknownSeamAttribute(f"its layers read {name!r} of their cache, which a recurrent chunk does not have")
 
     # --- gradients -------------------------------------------------------------------------------------------------------
 
@@ -139,32 +139,32 @@ class RecurrentChunk(LayerChunk):
 
 @dataclass
 class RecurrentCall(StreamedCall):
-    """One call of a layer with states; its `run` takes a `RecurrentChunk`."""
+    """One call of a recurrent layer; its `run` takes a `RecurrentChunk`."""
 
     names: set[tuple[str, int]] = field(default_factory=set)
 
     def spans(self, length: int) -> list[tuple[int, int]]:
-        """None of a single token, for which layers have other code, but for a sequence of one."""
+        """Return spans of two tokens or more, as layers have other code for one; a sequence of one token is one span."""
         found = spans(length, max(2, self.chunk_size))
         if len(found) > 1 and found[-1][1] - found[-1][0] == 1:
             found[-2:] = [(found[-2][0], found[-1][1])]
         return found
 
     def spans_to_restore(self, length: int) -> list[tuple[int, int]]:
-        """Nothing comes after the last state."""
+        """Return all spans but the last: no chunk needs the state after it."""
         return self.spans(length)[:-1]
 
     def chunk(self, span: tuple[int, int], stream: Any, *, keep_attention: bool = False, kept: Any = None, **options: Any) -> Any:
-        """There is no attention to be kept."""
+        """Return the chunk; `keep_attention` and `kept` do not apply to a layer without attention."""
         return RecurrentChunk(*span, stream=stream, **options)
 
     def new_stream(self, length: int, tensors: tuple[Tensor, Tensor] | None = None) -> Any:
         return RecurrentStates(self.names)
 
     def check_chunks(self, chunk: Any, h_BTE: Tensor) -> None:
-        """Raise where the first tokens in two chunks are not what they are in one, by their states and their outputs.
+        """Raise if the first tokens have other states or outputs in two chunks than in one.
 
-        A layer's code may leave the state before a chunk out. It is asked once for each layer.
+        A layer's code may ignore the state before a chunk. Each layer is checked once.
         """
         if self.layer in CHECKED or h_BTE.is_meta or h_BTE.shape[1] < 4:
             return
@@ -178,10 +178,10 @@ class RecurrentCall(StreamedCall):
                 part.check_finished()
                 states.append(stream.before[span[1]])
         expected, between, actual = states
-        of_states = max(relative_difference(actual[name], state) for name, state in expected.items())
-        # Of the token that differs least: a router may send single ones to other experts, where rounding decides.
-        of_outputs = min(map(relative_difference, outputs[2].flatten(0, 1), outputs[0][:, cut:].flatten(0, 1)))
-        if max(of_states, of_outputs) > largest_rounding(outputs[0]):
+        state_error = max(relative_difference(actual[name], state) for name, state in expected.items())
+        # The smallest error of a token: where rounding decides, a router may send single tokens to other experts.
+        output_error = min(map(relative_difference, outputs[2].flatten(0, 1), outputs[0][:, cut:].flatten(0, 1)))
+        if max(state_error, output_error) > largest_rounding(outputs[0]):
             raise SeamError("its layers give other states or outputs for a sequence in chunks than for the whole of it")
         if all(state.any() and state.isfinite().all() for state in between.values()):
-            CHECKED.add(self.layer)  # else, as where the first tokens are padding, there was nothing to be left out
+            CHECKED.add(self.layer)  # else (the first tokens may be padding) ignoring the state would not have shown

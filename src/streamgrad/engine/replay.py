@@ -1,7 +1,7 @@
 """Re-running a chunk exactly as it ran: the same autocast and the same random numbers.
 
-Autocast is off in backward, and dropout draws from a generator that has moved on; both must be put back for the re-run of
-a chunk to be the computation whose output went into the loss.
+In backward autocast is off, and dropout would draw from a generator that has moved on. Both are put back, so that the re-run of
+a chunk is the computation whose output went into the loss.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Autocast:
 
 
 def as_autocast(tensor: Tensor) -> Tensor:
-    """The tensor as a matrix product would see it under the current autocast; itself when autocast is off."""
+    """Return the tensor in the dtype of matrix products under the current autocast; itself if autocast is off."""
     device_type = tensor.device.type
     if not torch.is_autocast_enabled(device_type) or tensor.dtype == torch.float64:
         return tensor
@@ -43,7 +43,7 @@ def as_autocast(tensor: Tensor) -> Tensor:
 
 
 class RandomTape:
-    """The generator state before each chunk that drew random numbers; chunks that drew none cost nothing."""
+    """Generator states before the chunks that drew random numbers; nothing is stored for other chunks."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._cuda_devices = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
@@ -58,7 +58,7 @@ class RandomTape:
 
     @contextmanager
     def replaying(self, chunk_index: int) -> Iterator[None]:
-        """Within the block the chunk draws what it drew while recording; the generators are untouched afterwards."""
+        """Let the chunk draw the numbers that it drew while recording; afterwards the generators are as before."""
         if chunk_index not in self._states:
             yield
             return

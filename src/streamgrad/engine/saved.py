@@ -15,6 +15,7 @@ from torch import Tensor
 
 from streamgrad.engine.host_offload import HostStore, Shelf
 from streamgrad.engine.kv_chunk import Attended
+from streamgrad.ops.memory_label import labelled
 
 Span = tuple[int, int]
 
@@ -75,8 +76,9 @@ class SavedOnDevice:
         """Autograd does."""
 
 
+@labelled("keys and values")
 def _alone(tensor: Tensor) -> Tensor:
-    """Values that are a slice of one projection of queries, keys and values would keep all of it."""
+    """Return a copy where the tensor is a slice: one of a projection of queries, keys and values would keep all of it."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 

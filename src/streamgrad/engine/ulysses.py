@@ -1,18 +1,18 @@
-"""Where the tokens of a sequence are: all in this process, or dealt out to the ranks of a group (sequence parallelism, Ulysses).
+"""Sequence parallelism (Ulysses): the tokens of a sequence are all in this process, or spread over the ranks of a group.
 
-With P ranks, T tokens on each (P T in all) and chunks of L tokens a rank, rank r's chunk c are the global tokens
+With P ranks, T tokens on each (P T in all) and chunks of L tokens per rank, rank r's chunk c in *chunk order* is global tokens
 
     [c P L + r l,  c P L + (r + 1) l)          l = L, or less in the last chunk
 
-so the chunks with the same number are together one contiguous global chunk, `P` times the local span, and every rank works on the
-same global chunk at the same time. Around attention, and nowhere else, ranks exchange tokens for heads:
+so the ranks' chunks c together are one contiguous global chunk, `P` times the local span, and all ranks work on the same global
+chunk at the same time. Around attention, and nowhere else, ranks trade tokens for heads:
 
     to_heads:   (B, H, L, D), my tokens of all heads   ->  (B, H/P, P L, D), all tokens of my heads
     to_tokens:  the inverse, which is also the transpose: each is the other's backward pass
 
-A model is given contiguous slices, `[r T, (r + 1) T)` on rank r. `to_chunk_order` brings a slice into the order above, `to_slice_order` back.
+A model is called in *slice order*, with tokens `[r T, (r + 1) T)` on rank r. `to_chunk_order` and `to_slice_order` convert.
 
-Known limits: exchanges do not overlap with computation.
+Known limits: communication does not overlap with computation.
 
 Shapes: B batch, H heads, T tokens of this rank, L tokens of a chunk, S tokens of a global chunk, D head size.
 """
@@ -31,10 +31,10 @@ from streamgrad.ops.autograd import first_order_only
 
 
 class SequenceSharing:
-    """All tokens are here, and nothing is exchanged."""
+    """A sequence whose tokens are all in this process: nothing is communicated."""
 
     ranks = 1
-    chunk_size: int | None = None  # of every layer, where tokens lie in an order that depends on it
+    chunk_size: int | None = None  # of every layer, if the order of tokens depends on it
 
     def to_heads(self, tensor_BHLD: Tensor) -> Tensor:
         return tensor_BHLD
@@ -43,11 +43,11 @@ class SequenceSharing:
         return tensor_BHSD
 
     def own_heads(self, tensor_H: Tensor) -> Tensor:
-        """The part that belongs to the heads which this rank attends with."""
+        """Return the entries of the heads that this rank attends with."""
         return tensor_H
 
     def most(self, *numbers: float) -> tuple[float, ...]:
-        """Of each number, the most that any rank has: what ranks decide by it, they decide alike."""
+        """Return the maximum of each number over all ranks, so that ranks that decide by it decide alike."""
         return numbers
 
 
@@ -55,7 +55,7 @@ ALONE = SequenceSharing()
 
 
 class Ulysses(SequenceSharing):
-    """Tokens are dealt out to the ranks of `group`, `length` to each, in chunks of `chunk_size`, on `device`."""
+    """A sequence spread over the ranks of `group`: `length` tokens on each, in chunks of `chunk_size`, on `device`."""
 
     def __init__(self, group: dist.ProcessGroup, length: int, chunk_size: int, device: torch.device) -> None:
         self.group, self.length, self.device = group, length, device
@@ -63,18 +63,18 @@ class Ulysses(SequenceSharing):
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
     def to_heads(self, tensor_BHLD: Tensor) -> Tensor:
-        if tensor_BHLD.shape[1] % self.ranks:
-            raise ValueError(f"{tensor_BHLD.shape[1]} heads cannot be shared by {self.ranks} ranks: each attends with as many.")
-        # In chunks: of more than one, tokens that lie side by side here do not lie side by side in the sequence.
+        if (heads := tensor_BHLD.shape[1]) % self.ranks:
+            raise ValueError(f"{heads} heads cannot be split over {self.ranks} ranks. The number of ranks must divide {heads}.")
+        # Chunk by chunk: tokens of two chunks that are adjacent here are not adjacent in the sequence.
         return self._swapped(tensor_BHLD.split(self.chunk_size, dim=2), 1, 2)
 
     def to_tokens(self, tensor_BHSD: Tensor) -> Tensor:
         return self._swapped(tensor_BHSD.split(self.ranks * self.chunk_size, dim=2), 2, 1)
 
     def _swapped(self, chunks: Sequence[Tensor], cut: int, join: int) -> Tensor:
-        """Of each chunk, axis `cut` in P pieces, piece r to rank r; the pieces that arrive side by side along axis `join`.
+        """Cut axis `cut` of each chunk into P pieces, send piece r to rank r, and join the received pieces along axis `join`.
 
-        Laid out in memory as (B, L, H, D), which is how projections make heads and consume them: some families take a view of it.
+        The result is laid out in memory as (B, L, H, D), as projections make and consume heads: some families take a view of it.
         """
         parts = []
         for chunk in chunks:
@@ -91,7 +91,7 @@ class Ulysses(SequenceSharing):
         return tuple(max(of_ranks) for of_ranks in zip(*self.numbers_of_ranks(numbers), strict=True))
 
     def check_agreement(self, values: Mapping[str, int]) -> None:
-        """Ranks that disagree would wait for each other for ever, or mix up their tokens."""
+        """Raise if the values differ between ranks, which would then wait for each other for ever or mix up their tokens."""
         listed = self.numbers_of_ranks(tuple(values.values()))
         for name, of_ranks in zip(values, zip(*listed, strict=True), strict=True):
             if len(set(of_ranks)) > 1:
@@ -108,25 +108,25 @@ class Ulysses(SequenceSharing):
         dist.all_gather(listed, own, group=self.group)
         return torch.stack(listed).tolist()
 
-    # --- dealing -------------------------------------------------------------------------------------------------------
+    # --- slice order and chunk order -----------------------------------------------------------------------------------
 
     def to_chunk_order(self, slice_BT: Tensor) -> Tensor:
-        """The rank's slice, (B, T, ...), for its dealt tokens."""
+        """Return the rank's tokens in chunk order, (B, T, ...), from its tokens in slice order."""
         return _ToChunkOrder.apply(self, slice_BT)
 
     def to_slice_order(self, ordered_BT: Tensor) -> Tensor:
-        """The rank's dealt tokens, (B, T, ...), for its slice."""
+        """Return the rank's tokens in slice order, (B, T, ...), from its tokens in chunk order."""
         return _ToSliceOrder.apply(self, ordered_BT)
 
     def gather(self, slice_BT: Tensor) -> Tensor:
-        """The whole sequence, in order, of which each rank has a slice."""
+        """Return the whole sequence, in order, from the slices of all ranks."""
         slices = [torch.empty_like(slice_BT, memory_format=torch.contiguous_format) for _ in range(self.ranks)]
         dist.all_gather(slices, slice_BT.contiguous(), group=self.group)
         return torch.cat(slices, dim=1)
 
     @cached_property
     def positions_T(self) -> Tensor:
-        """The dealt tokens' places in the sequence."""
+        """Positions in the sequence of the rank's tokens in chunk order."""
         place_T = torch.arange(self.length, device=self.device)
         start_T = place_T // self.chunk_size * self.chunk_size
         size_T = (self.length - start_T).clamp(max=self.chunk_size)
@@ -134,11 +134,12 @@ class Ulysses(SequenceSharing):
 
     @cached_property
     def _order_T(self) -> Tensor:
-        """The slice's tokens by the rank that they go to; within one, they keep their order, so they arrive in order."""
+        """Order that sorts the slice's tokens by destination rank; the sort is stable, so each rank receives them in order."""
         return self._owners_T.argsort(stable=True)
 
     @cached_property
     def _owners_T(self) -> Tensor:
+        """Rank that has each of the slice's tokens in chunk order."""
         place_T = self.rank * self.length + torch.arange(self.length, device=self.device)
         start_T = place_T // (self.ranks * self.chunk_size) * self.chunk_size
         return (place_T - self.ranks * start_T) // (self.length - start_T).clamp(max=self.chunk_size)

@@ -1,11 +1,11 @@
 """Cross entropy of a linear head in one pass: three GEMMs a chunk, and never more than one chunk of logits.
 
-The loss is linear in its upstream gradient, so forward computes the gradient for an upstream gradient that it chooses, while the
-chunk's logits are there, by turning them into their own gradient in place; backward only scales.
+The gradient is linear in the upstream gradient. So forward chooses an upstream gradient and turns each chunk's logits into their
+own gradient in place, while they exist; backward only scales.
 
-The one chosen is the mantissa m of `1 / divisor = m 2^k`, where the sum is to be divided by `divisor`. It is of order 1, so that
-fp16 can hold what is kept, where the gradient of a mean would vanish; and backward is left with a power of two, which rounds
-nothing a second time. Only an upstream gradient that is no power of two rounds the gradient of 16-bit hidden states once more.
+The chosen value is the mantissa m of `1 / divisor = m 2^k`, where the caller will divide the sum by `divisor`. It is of order 1,
+so that fp16 can hold the kept gradients, while those of a mean would underflow; and backward multiplies by a power of two, which
+rounds nothing. Only an upstream gradient that is no power of two rounds the gradient of 16-bit hidden states once more.
 
 Shapes: N tokens, V vocabulary, E model width.
 """
@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from streamgrad.engine.replay import as_autocast
-from streamgrad.head.linear_head import HeadGradients, LinearHead, LogitMap
+from streamgrad.head.linear_head import GRADIENT_LABELS, HeadGradients, LinearHead, LogitMap
 from streamgrad.head.softmax import product_gradient, token_statistics
 from streamgrad.head.targets import TargetRows, flatten, refuse_two_dtypes
 from streamgrad.ops.accumulate import accumulator_dtype, scaled
 from streamgrad.ops.autograd import first_order_only
+from streamgrad.ops.memory_label import labelled, memory_label
 
 
 def linear_cross_entropy(
@@ -38,18 +39,18 @@ def linear_cross_entropy(
     temperature: float = 1.0,
     chunk_size: int | str = "auto",
 ) -> Tensor:
-    """Equals, without ever holding all logits:
+    """Return the cross entropy of a linear head without ever holding all logits. Equals
 
         logits = softcap(logit_scale * (hidden @ weight.T + bias)).float() / temperature
         torch.nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=..., reduction=...)
 
-    `softcap(z) = softcap * tanh(z / softcap)` where given. `reduction` is "mean" or "sum". Targets are used as they are: shift
-    them yourself for next-token prediction. With no target at all the mean is NaN and the gradients are zero, as in torch.
-    Arithmetic after the product is fp32, or fp64 for fp64 operands. `chunk_size` is how many tokens have logits at a time;
-    `"auto"` takes it from the memory that is free.
+    `softcap(z) = softcap * tanh(z / softcap)` if given. `reduction` is "mean" or "sum". Targets are used as they are: shift them
+    yourself for next-token prediction. With no target at all the mean is NaN and the gradients are zero, as in torch.
+    Arithmetic after the product is fp32, or fp64 for fp64 operands. `chunk_size` is the number of tokens whose logits exist at a
+    time; `"auto"` chooses it by the memory that is free.
     """
     if reduction not in ("mean", "sum"):
-        raise ValueError(f'reduction={reduction!r} is not a choice. Pass "mean" or "sum"; token_logprobs gives single terms.')
+        raise ValueError(f'reduction must be "mean" or "sum", got {reduction!r}. For single terms, call token_logprobs.')
     refuse_two_dtypes(hidden, weight)
     logit_map = LogitMap.build(logit_scale=logit_scale, softcap=softcap, temperature=temperature)
     hidden_NE, targets_N = flatten(hidden, weight, targets)
@@ -66,7 +67,7 @@ def linear_cross_entropy(
 
 
 def mean_of(total: Tensor, count: int) -> Tensor:
-    """`total / count`; NaN with zero gradient for a count of 0, as torch's cross entropy gives."""
+    """Return `total / count`; for a count of 0, NaN with zero gradient, as torch's cross entropy does."""
     return total / count if count else total * 0.0 + float("nan")
 
 
@@ -79,10 +80,10 @@ def summed_cross_entropy(
     *,
     divisor: float | Tensor | None = None,
 ) -> tuple[Tensor, int]:
-    """The sum over the rows that carry a target, and how many they are.
+    """Return the sum over the rows that carry a target, and the number of these rows.
 
-    `divisor` is what the caller is going to divide the sum by, the number of rows unless given: it does not change the value, but
-    lets gradients be rounded once.
+    `divisor` is what the caller will divide the sum by (default: the number of rows). It does not change the value, but lets
+    gradients be rounded only once.
     """
     operands = [None if tensor is None else as_autocast(tensor) for tensor in (hidden_NE, weight_VE, bias_V)]
     if not torch.is_grad_enabled():
@@ -93,6 +94,7 @@ def summed_cross_entropy(
 
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
+    @labelled("hidden states")
     def forward(
         ctx: Any,
         hidden_NE: Tensor,
@@ -104,7 +106,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         wants = ctx.needs_input_grad[:3]
         head = LinearHead(weight_VE, bias_V, logit_map)
-        # Backward will scale these sums, so the weight's stays in fp32 until then.
+        # Backward scales these sums, so that of the weight stays in fp32 until then.
         gradients = HeadGradients(hidden_NE, head, hidden=wants[0], weight=wants[1], bias=wants[2], skips_rows=rows.skips_some)
         total = torch.zeros((), dtype=accumulator_dtype(hidden_NE.dtype), device=hidden_NE.device)
         upstream = torch.frexp(torch.ones_like(total) / (divisor.to(total) if isinstance(divisor, Tensor) else divisor)).mantissa
@@ -117,15 +119,18 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @first_order_only
+    @labelled("hidden states")
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         *sums, upstream = ctx.saved_tensors
         factor = dtotal / upstream
-        gradients = [
-            None if total is None else scaled(total, factor, dtype) for total, dtype in zip(sums, ctx.dtypes, strict=True)
-        ]
+        gradients = []
+        for total, dtype, label in zip(sums, ctx.dtypes, GRADIENT_LABELS, strict=True):
+            with memory_label(label):
+                gradients.append(None if total is None else scaled(total, factor, dtype))
         return *gradients, None, None, None
 
 
+@labelled("logits")
 def _chunk_total(
     places: Tensor | slice,
     chunk_NE: Tensor,
@@ -134,7 +139,7 @@ def _chunk_total(
     gradients: HeadGradients | None,
     upstream: Tensor,
 ) -> Tensor:
-    """The chunk's sum; its gradients are added to `gradients`. A function of its own, so that its logits die with it."""
+    """Return the chunk's sum and add its gradients to `gradients`. A separate function, so that returning frees the logits."""
     product_NV = head.product(chunk_NE)
     lse_N, picked_N, _ = token_statistics(product_NV, targets_N, head.logit_map)
     if gradients is not None:

@@ -1,7 +1,7 @@
 """Cross entropy of a head that is more than one linear map (LoRA on the head, an adapter, a wrapper), one chunk at a time.
 
-The same one-pass idea as `cross_entropy`, by autograd: each chunk's logits come from the module itself, their loss is
-differentiated at once into accumulators of the module's parameters, and backward only scales.
+As in `cross_entropy`, one pass is enough, here by autograd: the module makes each chunk's logits, their loss is differentiated at
+once into gradient accumulators of the module's parameters, and backward only scales.
 """
 
 from __future__ import annotations
@@ -24,16 +24,11 @@ from streamgrad.ops.autograd import first_order_only
 def summed_module_cross_entropy(
     module: nn.Module, run: Callable[[Tensor], Tensor], hidden_NE: Tensor, rows: TargetRows, logit_map: LogitMap
 ) -> tuple[Tensor, int]:
-    """`(sum of cross entropy over the rows with a target, their number)` for logits `logit_map(run(hidden))`.
+    """Return `(sum of cross entropy over the rows with a target, their number)` for logits `logit_map(run(hidden))`.
 
     `run` is the module's own forward; it reads the parameters of `module` and no others that need a gradient.
     """
     parameters = trainable_parameters(module)
-    if any(hasattr(parameter, "ds_id") for parameter in parameters):
-        raise ValueError(
-            f"a trainable {type(module).__name__} in the place of the language-modelling head cannot be streamed under ZeRO-3, "
-            "which gathers its parameters module by module. Leave the head out of the adapters, or use ZeRO-2 or FSDP2."
-        )
     if not torch.is_grad_enabled() or not (hidden_NE.requires_grad or parameters):
         with torch.no_grad():
             return _total(module, run, hidden_NE, rows, logit_map), rows.count
@@ -55,10 +50,10 @@ class _ModuleCrossEntropy(torch.autograd.Function):
         dhidden_NE = torch.zeros_like(hidden_NE) if ctx.needs_input_grad[4] else None
         with accumulators.installed_in(module):
             total = _total(module, run, hidden_NE, rows, logit_map, dhidden_NE, accumulators.tensors)
-        # fp32 sums are kept unscaled; casting them before they are scaled would round twice.
+        # Sums stay in fp32 until backward has scaled them; casting them before would round twice.
         ctx.parameter_dtypes = [parameter.dtype for parameter in parameters]
         sums = accumulators.take_sums()
-        if not rows.count:  # then no chunk has run, and engines wait for a gradient from every rank
+        if not rows.count:  # no chunk has run, but engines wait for a gradient from every rank
             sums = [zeros_for_sum(parameter) for parameter in parameters]
         ctx.save_for_backward(dhidden_NE, *sums)
         return total
@@ -84,18 +79,18 @@ def _total(
     dhidden_NE: Tensor | None = None,
     leaves: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """The summed loss; with `leaves`, which are all that `run` may read, its gradients are added to them and put into
-    `dhidden_NE`."""
+    """Return the summed loss. With `leaves`, the only parameters that `run` may read, add its gradients to them, and write those
+    of the hidden states into `dhidden_NE`."""
     total = torch.zeros((), dtype=accumulator_dtype(hidden_NE.dtype), device=hidden_NE.device)
     for places, targets_N in rows.chunks():
         leaf_NE = hidden_NE[places].detach().requires_grad_(dhidden_NE is not None)
         with torch.set_grad_enabled(leaves is not None):
-            # Heads are written for (batch, tokens, width).
+            # Heads expect (batch, tokens, width).
             z_NV = run(leaf_NE.unsqueeze(0)).squeeze(0)
             z_NV = logit_map(z_NV.to(accumulator_dtype(z_NV.dtype)))
             chunk_total = torch.nn.functional.cross_entropy(z_NV, targets_N, reduction="sum")
         if leaves is not None and chunk_total.requires_grad:
-            check_leaves(chunk_total, [leaf_NE, *leaves], module)
+            check_leaves(chunk_total, [leaf_NE, *leaves], type(module).__name__)
             chunk_total.backward()
         if dhidden_NE is not None:
             dhidden_NE[places] = gradient_of_input(leaf_NE, module)

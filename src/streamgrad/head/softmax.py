@@ -1,7 +1,7 @@
-"""The softmax of one chunk of logits: what forward needs of each row, and the gradient that takes the logits' place.
+"""Softmax of one chunk of logits: the statistics of each row that forward needs, and the gradient that overwrites the logits.
 
-Both functions run as Triton kernels (`kernels`) on a GPU and as the torch code below elsewhere, for fp64, and where Triton is
-missing. Arithmetic is fp32, or fp64 for an fp64 product, in either case.
+Both functions run as Triton kernels (`softmax_kernels`) on a GPU, and as the torch code below elsewhere, for fp64, and without
+Triton. Either way arithmetic is fp32, or fp64 for an fp64 product.
 
 Shapes: N tokens, V vocabulary.
 """
@@ -20,11 +20,11 @@ from streamgrad.ops.triton_support import kernels_for
 def token_statistics(
     product_NV: Tensor, targets_N: Tensor, logit_map: LogitMap, *, with_entropy: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`(lse, picked, entropy)` of each row. With `z = logit_map(product)`:
+    """Return `(lse, picked, entropy)` of each row. With `z = logit_map(product)`:
 
         lse = logsumexp(z),   picked = z[target],   entropy = -sum_v p_v log p_v   where log p = z - lse
 
-    `product_NV` keeps its values. `entropy` is None unless asked for.
+    `product_NV` is only read. `entropy` is None unless asked for.
     """
     kernels = _kernels_for(product_NV)
     if kernels is not None:
@@ -47,7 +47,7 @@ def product_gradient(
     entropy_N: Tensor | None = None,
     dentropy_N: Tensor | None = None,
 ) -> Tensor:
-    """d(loss)/d(product) in the product's dtype, rounded once; the product's values are lost. With p = exp(z - lse):
+    """Return d(loss)/d(product) in the product's dtype, rounded once; the product may be overwritten. With p = exp(z - lse):
 
     d(logprob)/dz = onehot(target) - p,    d(entropy)/dz = -p (log p + entropy),    dz/d(product) = slope of logit_map
     """

@@ -1,9 +1,9 @@
-"""The two passes over a chunk of logits as Triton kernels: one program a row, fp32 in registers, no copy of the chunk.
+"""Triton kernels for the two passes over a chunk of logits: one program per row, fp32 in registers, no copy of the chunk.
 
-They equal `token_statistics` and `product_gradient` of `softmax`, whose torch code is their reference. What moves through memory
-is the chunk itself, in the dtype of the product: read once for the statistics, read and overwritten once for the gradient.
+They equal `token_statistics` and `product_gradient` of `softmax`, whose torch code is the reference. Memory traffic is the chunk
+itself, in the dtype of the product: read once for the statistics, read and overwritten once for the gradient.
 
-Importing this module needs Triton; `softmax` does so only for tensors on a GPU.
+Importing this module needs Triton; `softmax` imports it only for tensors on a GPU.
 
 Shapes: N tokens, V vocabulary.
 """
@@ -25,7 +25,7 @@ WARPS = 8
 def token_statistics(
     product_NV: Tensor, targets_N: Tensor, logit_map: LogitMap, *, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`(lse, picked, entropy)` of each row, as `softmax.token_statistics`; `product_NV` is only read."""
+    """Return `(lse, picked, entropy)` of each row, as `softmax.token_statistics` does; `product_NV` is only read."""
     statistics = product_NV.new_empty((3 if with_entropy else 2, len(product_NV)), dtype=torch.float32)
     lse_N, picked_N = statistics[:2]
     entropy_N = statistics[2] if with_entropy else None
@@ -55,7 +55,7 @@ def product_gradient(
     entropy_N: Tensor | None = None,
     dentropy_N: Tensor | None = None,
 ) -> Tensor:
-    """`product_NV`, overwritten by the gradient that `softmax.product_gradient` states."""
+    """Overwrite `product_NV` with the gradient that `softmax.product_gradient` defines, and return it."""
     has_entropy = entropy_N is not None and dentropy_N is not None
     with torch.cuda.device_of(product_NV):
         _gradient_kernel[(len(product_NV),)](
@@ -81,7 +81,7 @@ def _block(product_NV: Tensor) -> int:
 
 @triton.jit
 def _tanh(x):
-    # By exp of a negative number, which cannot overflow. The absolute error, which is what a logit feels, is that of fp32.
+    # exp of a negative number cannot overflow. The absolute error, which is what matters for a logit, is that of fp32.
     decay = tl.exp(-2.0 * tl.abs(x))
     size = (1.0 - decay) / (1.0 + decay)
     return tl.where(x < 0, -size, size)
@@ -108,10 +108,10 @@ def _statistics_kernel(
     BLOCK: tl.constexpr,
 ):
     # With m the largest logit so far: total = sum e^(z - m), spread = sum e^(z - m) (z - m); both are re-based when m grows.
-    row = tl.program_id(0).to(tl.int64)  # row * V passes 2^31
+    row = tl.program_id(0).to(tl.int64)  # row * V exceeds 2^31
     row_start = product + row * V
     m = -1e30  # finite, so that m - m is a number
-    total = tl.zeros([BLOCK], tl.float32)  # one sum a lane, added up at the end: a block then waits for its maximum only
+    total = tl.zeros([BLOCK], tl.float32)  # one sum per lane, reduced at the end: a block then waits for its maximum only
     spread = tl.zeros([BLOCK], tl.float32)
     for start in range(0, V, BLOCK):
         columns = start + tl.arange(0, BLOCK)
@@ -123,7 +123,7 @@ def _statistics_kernel(
         shrink = tl.exp(shift)
         e = tl.exp(z - new_m)
         if entropy_out is not None:
-            # A term of no probability is 0, not 0 times -inf.
+            # A term of probability 0 is 0, not 0 times -inf.
             spread = (spread + total * shift) * shrink + e * tl.maximum(z - new_m, -1e4)
         total = total * shrink + e
         m = new_m

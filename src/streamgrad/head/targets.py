@@ -1,4 +1,4 @@
-"""Which tokens the head must look at, checked before any work: ignored ones cost nothing."""
+"""Targets of the head, checked before any work and cut into chunks; ignored tokens cost nothing."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class TargetRows:
     Counting them waits for the device once; the same transfer brings the smallest and largest target, so a target outside
     the vocabulary is an error here and not a fault inside a kernel.
 
-    `itemsize` are the bytes that one logit takes while its chunk is at work; `limit_bytes` is a limit on all that the process
-    holds on the device, for an "auto" `chunk_size`.
+    `itemsize` is the bytes that one logit takes while its chunk is computed. For `chunk_size="auto"`, `limit_bytes` limits all
+    that the process holds on the device.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class TargetRows:
     ) -> None:
         if isinstance(chunk_size, str):
             if chunk_size != "auto":
-                raise ValueError(f'chunk_size={chunk_size!r} is not a choice. Pass a number of tokens, or "auto".')
+                raise ValueError(f'chunk_size must be a number of tokens or "auto", got {chunk_size!r}.')
         elif int(chunk_size) != chunk_size:
             raise ValueError(f'chunk_size={chunk_size} is not a whole number of tokens. Pass one, or "auto".')
         elif chunk_size < 1:
@@ -59,14 +59,14 @@ class TargetRows:
 
     @cached_property
     def chunk_size(self) -> int:
-        """Chosen when it is first asked for: by the memory that is free then."""
+        """Tokens in a chunk; "auto" is decided when this is first read, by the memory that is free then."""
         if self._asked != "auto":
             return int(self._asked)
         device = self.targets_N.device
         if self._limit is None:
             return choose_head_chunk(self.count, self._vocabulary, self._itemsize, device)
         if device.type != "cuda":
-            return SHORTEST_CHUNK  # what is held is not known there, and plans count on this
+            return SHORTEST_CHUNK  # memory in use is not known there; plans assume this chunk
         held, limit = device_memory(device)
         budget = int(max(0, min(self._limit, limit) - held) // FREE_SHARE)
         return head_chunk_within(budget, self.count, self._vocabulary, self._itemsize)
@@ -77,7 +77,7 @@ class TargetRows:
         return self._rows_N is not None
 
     def chunks(self) -> Iterator[tuple[Tensor | slice, Tensor]]:
-        """`(rows, targets)` of each chunk; `rows` is a slice when no token is ignored, which saves a gather."""
+        """Yield `(rows, targets)` of each chunk; `rows` is a slice when no token is ignored, which saves a gather."""
         for start in range(0, self.count, self.chunk_size):
             stop = min(start + self.chunk_size, self.count)
             rows = slice(start, stop) if self._rows_N is None else self._rows_N[start:stop]
@@ -85,7 +85,7 @@ class TargetRows:
 
 
 def choose_head_chunk(tokens: int, vocabulary: int, itemsize: int, device: torch.device) -> int:
-    """`head_chunk_within` an eighth of what is free on a GPU; without one, 2048 tokens."""
+    """Return `head_chunk_within` an eighth of the free memory of a GPU; without a GPU, 2048 tokens."""
     if device.type != "cuda":
         return CHUNK_WITHOUT_GPU
     held, limit = device_memory(device)
@@ -93,11 +93,11 @@ def choose_head_chunk(tokens: int, vocabulary: int, itemsize: int, device: torch
 
 
 def flatten(hidden: Tensor, weight_VE: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """`hidden` (..., E) and `targets` (...) as (N, E) and (N), after checking that they belong together."""
+    """Reshape `hidden` (..., E) and `targets` (...) to (N, E) and (N), after checking that they match."""
     if hidden.shape[:-1] != targets.shape:
         raise ValueError(
-            f"targets have shape {tuple(targets.shape)} but hidden states {tuple(hidden.shape)}: there must be one target per "
-            f"token, of shape {tuple(hidden.shape[:-1])}."
+            f"targets have shape {tuple(targets.shape)} but hidden states {tuple(hidden.shape)}. Pass one target per token, of "
+            f"shape {tuple(hidden.shape[:-1])}."
         )
     if hidden.shape[-1] != weight_VE.shape[-1]:
         raise ValueError(
@@ -105,14 +105,14 @@ def flatten(hidden: Tensor, weight_VE: Tensor, targets: Tensor) -> tuple[Tensor,
             "Pass the weight as (vocabulary, width)."
         )
     if targets.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"targets are {targets.dtype}; token ids must be int64 or int32.")
+        raise TypeError(f"targets must be token ids in int64 or int32, got {targets.dtype}.")
     return hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).to(device=hidden.device, dtype=torch.int64)
 
 
 def refuse_two_dtypes(hidden: Tensor, weight: Tensor) -> None:
-    """Where no autocast says what the product is made in."""
+    """Raise if the dtypes differ and no autocast decides in which one the product is computed."""
     if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
         raise ValueError(
-            f"hidden states are {hidden.dtype} and the weight is {weight.dtype}, so that one would have to be converted. Convert "
-            "the one you mean, or call this under autocast."
+            f"hidden states are {hidden.dtype} and the weight is {weight.dtype}. Convert one to the dtype of the other, or call "
+            "this under autocast."
         )

@@ -1,9 +1,11 @@
-"""All that a trainer asks about its tokens, from one look at each chunk of logits: log-probabilities and what is logged beside.
+"""Log-probabilities and other scores of given tokens under a linear head, one chunk of logits at a time: four GEMMs a chunk.
 
+    logprobs = token_logprobs(hidden, weight, targets)
     scores = token_scores(hidden, weight, targets, fields=("log_probs", "entropy", "is_top1"))
 
-Log-probabilities and entropies are differentiable; the rest is for metrics and weights, and carries no gradient. Forward keeps
-the log-sum-exp (and the entropy) of each token; backward makes a chunk's logits again and turns them into their own gradient.
+Any objective on log-probabilities is then a short function of (B, T). Log-probabilities and entropies are differentiable; the
+other scores are for metrics and weights, and carry no gradient. Forward keeps the log-sum-exp (and the entropy) of each token;
+backward recomputes a chunk's logits and turns them into their own gradient.
 
 Shapes: N tokens, V vocabulary, E model width.
 """
@@ -18,14 +20,52 @@ import torch
 from torch import Tensor
 
 from streamgrad.engine.replay import as_autocast
-from streamgrad.head.linear_head import HeadGradients, LinearHead, LogitMap
+from streamgrad.head.linear_head import GRADIENT_LABELS, HeadGradients, LinearHead, LogitMap
 from streamgrad.head.softmax import product_gradient, token_statistics
-from streamgrad.head.targets import TargetRows, flatten
+from streamgrad.head.targets import TargetRows, flatten, refuse_two_dtypes
 from streamgrad.ops.accumulate import accumulator_dtype
 from streamgrad.ops.autograd import first_order_only
+from streamgrad.ops.memory_label import labelled, memory_label
 
 # In the order in which `_TokenScores` returns them.
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    chunk_size: int | str = "auto",
+    return_entropy: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Return the log-probabilities of `targets` under a linear head without ever holding all logits. Equals
+
+        logits = softcap(logit_scale * (hidden @ weight.T + bias)).float() / temperature
+        logprobs = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+        entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+
+    of the shape of `targets`; both are 0, without gradient, where the target is `ignore_index`. Returns `logprobs`, or
+    `(logprobs, entropy)` with `return_entropy=True`; both are differentiable. `chunk_size` is the number of tokens whose logits
+    exist at a time; `"auto"` chooses it by the memory that is free.
+    """
+    refuse_two_dtypes(hidden, weight)
+    scores = token_scores(
+        hidden,
+        weight,
+        targets,
+        fields=("log_probs", "entropy") if return_entropy else ("log_probs",),
+        bias=bias,
+        logit_map=LogitMap.build(logit_scale=logit_scale, softcap=softcap, temperature=temperature),
+        ignore_index=ignore_index,
+        chunk_size=chunk_size,
+    )
+    return (scores["log_probs"], scores["entropy"]) if return_entropy else scores["log_probs"]
 
 
 def token_scores(
@@ -41,7 +81,9 @@ def token_scores(
     chunk_size: int | str = "auto",
     limit_bytes: int | None = None,
 ) -> dict[str, Tensor]:
-    """Equals, without ever holding all logits `z = logit_map(hidden @ weight.T + bias).float()`, with `logp = z.log_softmax(-1)`:
+    """Return scores of `targets` without ever holding all logits `z = logit_map(hidden @ weight.T + bias).float()`.
+
+    With `logp = z.log_softmax(-1)`:
 
         log_probs         (1 - s) * logp[target] + s * logp.mean(-1), for label_smoothing s (0: the log-probability itself)
         entropy           -(logp.exp() * logp).sum(-1)
@@ -49,14 +91,14 @@ def token_scores(
         mean_logits       z.mean(-1), without gradient
         is_top1           z.argmax(-1) == target
 
-    each of the shape of `targets`, and 0 where the target is `ignore_index`. Only what `fields` names is computed and returned;
-    `log_probs` always is. Under autocast the product is made in its dtype; the gradients of `weight` and `bias` are summed and
-    returned in their own. `chunk_size` is how many tokens have logits at a time; "auto" takes it from the memory that is free,
-    within `limit_bytes` for all that the process holds on the device.
+    Each has the shape of `targets` and is 0 where the target is `ignore_index`. Only `log_probs` and what `fields` names are
+    computed. Under autocast the product has autocast's dtype, and the gradients of `weight` and `bias` keep their own.
+    `chunk_size` is the number of tokens whose logits exist at a time; "auto" chooses it by the memory that is free, within
+    `limit_bytes` for all that the process holds on the device.
     """
     unknown = [field for field in fields if field not in FIELDS]
     if unknown:
-        raise ValueError(f"{unknown[0]!r} in fields={tuple(fields)} is not a score. The scores are {', '.join(FIELDS)}.")
+        raise ValueError(f"fields must be among {', '.join(FIELDS)}, got {unknown[0]!r}.")
     if not 0.0 <= label_smoothing < 1.0:
         raise ValueError(f"label_smoothing={label_smoothing} must be at least 0 and below 1; 0 leaves it out.")
     hidden_NE, targets_N = flatten(hidden, weight, targets)
@@ -76,6 +118,7 @@ def token_scores(
 
 class _TokenScores(torch.autograd.Function):
     @staticmethod
+    @labelled("token scores")
     def forward(
         ctx: Any,
         hidden_NE: Tensor,
@@ -108,6 +151,7 @@ class _TokenScores(torch.autograd.Function):
 
     @staticmethod
     @first_order_only
+    @labelled("token scores")
     def backward(ctx: Any, dlogprobs_N: Tensor | None, dentropy_N: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if dlogprobs_N is None and dentropy_N is None:
             return (None,) * 7
@@ -128,29 +172,31 @@ class _TokenScores(torch.autograd.Function):
             chunk_NE = hidden_NE[places]
             entropies = () if dentropy_N is None else (entropy_N[places], dentropy_N[places])
             given = (targets_N, ctx.logit_map, lse_N[places], dlogprobs_N[places], *entropies)
-            # Nothing in this frame names the logits, or they would live on beside those of the next chunk.
+            # No local variable may hold the logits, or they would still exist beside those of the next chunk.
             add = functools.partial(gradients.add, places, chunk_NE)
-            if ctx.smoothing:
-                add(_smoothed_gradient(ctx.smoothing, head.product(chunk_NE), *given))
-            else:
-                add(product_gradient(head.product(chunk_NE), *given))
+            with memory_label("logits"):
+                if ctx.smoothing:
+                    add(_smoothed_gradient(ctx.smoothing, head.product(chunk_NE), *given))
+                else:
+                    add(product_gradient(head.product(chunk_NE), *given))
         sums = (gradients.hidden_NE, gradients.weight_VE, gradients.bias_V)
-        cast = [
-            None if total is None else total.to(tensor.dtype)
-            for total, tensor in zip(sums, (hidden_NE, weight_VE, bias_V), strict=True)
-        ]
+        cast = []
+        for total, tensor, label in zip(sums, (hidden_NE, weight_VE, bias_V), GRADIENT_LABELS, strict=True):
+            with memory_label(label):
+                cast.append(None if total is None else total.to(tensor.dtype))
         return *cast, None, None, None, None
 
 
 def _head_for(hidden_NE: Tensor, weight_VE: Tensor, bias_V: Tensor | None, logit_map: LogitMap) -> LinearHead:
-    """The head in the dtype of the hidden states; cast in here, so that the weight's gradient leaves in the weight's own."""
+    """Return the head in the dtype of the hidden states; cast in here, so that the weight's gradient has the weight's dtype."""
     return LinearHead(weight_VE.to(hidden_NE.dtype), None if bias_V is None else bias_V.to(hidden_NE.dtype), logit_map)
 
 
+@labelled("logits")
 def _scores_of(
     product_NV: Tensor, targets_N: Tensor, logit_map: LogitMap, smoothing: float, fields: Collection[str]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """`(lse, scores)` of one chunk."""
+    """Return `(lse, scores)` of one chunk."""
     lse_N, picked_N, entropy_N = token_statistics(product_NV, targets_N, logit_map, with_entropy="entropy" in fields)
     scores = {} if entropy_N is None else {"entropy": entropy_N}
     if "mean_logits" in fields or smoothing:
@@ -163,7 +209,7 @@ def _scores_of(
         z_NV = logit_map(product_NV.to(lse_N.dtype))
         scores["log_sum_sq_probs"] = (2.0 * z_NV).logsumexp(dim=-1) - 2.0 * lse_N
     if "is_top1" in fields:
-        # The map rises, so the largest product is the largest logit; of equal ones, argmax takes the first.
+        # The map is increasing, so the largest product is the largest logit; argmax takes the first of equal ones.
         scores["is_top1"] = product_NV.argmax(dim=-1) == targets_N
     return lse_N, scores | {"log_probs": picked_N - lse_N}
 
@@ -184,7 +230,7 @@ def _smoothed_gradient(
     dlogprobs_N: Tensor,
     *entropies: Tensor,
 ) -> Tensor:
-    """`product_gradient` where s of the target's weight goes to all: d(log_probs)/dz = (onehot - p) + s (1 / V - onehot)."""
+    """Return `product_gradient` with label smoothing s: d(log_probs)/dz = (onehot - p) + s (1 / V - onehot)."""
     z_NV = product_NV.to(lse_N.dtype, copy=True)
     slope_NV = logit_map.apply_(z_NV, with_slope=True)[1]
     gradient_NV = product_gradient(product_NV, targets_N, logit_map, lse_N, dlogprobs_N, *entropies)

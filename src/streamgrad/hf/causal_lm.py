@@ -1,8 +1,8 @@
 """`model(..., labels=...)` with a streamed head: the model's own forward runs, and no full logits exist.
 
-Inside that forward, `lm_head(hidden)` computes the loss at once, in chunks, within the head module's own call, where engines that
-shard parameters have gathered its weight, and returns a placeholder. The placeholder records what the forward does to "the
-logits" (scaling, softcap); the recording must be what `traced_logit_map` saw when the model was enabled, or the step is refused.
+Inside that forward, `lm_head(hidden)` computes the loss at once, in chunks, and returns a placeholder. It does so within the head
+module's own call, where engines that shard parameters have gathered its weight. The placeholder records what the forward does to
+"the logits" (scaling, softcap). If that is not what `traced_logit_map` saw when the model was enabled, the step is refused.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from streamgrad.head.cross_entropy import mean_of, summed_cross_entropy
 from streamgrad.head.linear_head import LogitMap
 from streamgrad.head.module_head import summed_module_cross_entropy
 from streamgrad.head.targets import TargetRows, flatten
+from streamgrad.hf.deepspeed import check_head
 from streamgrad.hf.discover import sliding_window
 from streamgrad.hf.patching import InstalledForward, named_arguments, own_forward, temporary_attribute
 from streamgrad.hf.sequence_slices import sequence_group
@@ -36,17 +37,17 @@ from streamgrad.hf.step_plan import head_known_to_decoder
 
 @dataclass
 class HeadStream:
-    """What `enable` leaves on a model with a language-modelling head."""
+    """The state that `enable` leaves on a model with a language-modelling head."""
 
     config: StreamConfig
     logit_map: LogitMap
 
 
-class LogitsPlaceholder(dict):
-    """Stands for logits that are never made and records, as a `LogitMap`, what is done to them.
+class LogitsPlaceholder(dict[str, Any]):
+    """A stand-in for logits that are never made, which records as a `LogitMap` what is done to them.
 
-    A dict that holds the loss under its one key: engines that shard parameters (ZeRO-3, FSDP2) look for tensors in what a module
-    returns, and gather the head's weight again when the gradient of one arrives. They may put their own tensor in its place.
+    It is a dict that holds the loss under its one key: engines that shard parameters (ZeRO-3, FSDP2) look for tensors in what a
+    module returns, and gather the head's weight again when the gradient of one arrives. They may put their own tensor there.
     """
 
     def __init__(self, loss: Tensor, logit_map: LogitMap | None = None) -> None:
@@ -87,7 +88,9 @@ class LogitsPlaceholder(dict):
         raise UnknownSeamAttribute(f"its forward, or a hook, reads {name!r} of logits that are never made while streaming")
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if function is torch.tanh and isinstance(args[0], cls):
             return args[0].tanh()
         raise SeamError(f"its forward applies {getattr(function, '__name__', function)} to the logits")
@@ -101,7 +104,7 @@ register_pytree_node(
 
 
 class _AnyOutput(BaseModelOutputWithPast):
-    """A decoder output of which every field but the hidden states is None, whatever a family calls its fields."""
+    """A decoder output whose fields are all None but for the hidden states, whatever a family calls them."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -110,13 +113,13 @@ class _AnyOutput(BaseModelOutputWithPast):
 
 
 class _Stub(nn.Module):
-    """A child module that returns a fixed value, for tracing a forward without running anything."""
+    """A child module that returns a fixed value, with which a forward is traced without running anything."""
 
     @property
     def weight(self) -> Tensor:
         raise SeamError(
-            "its forward computes the loss from lm_head.weight itself, as Liger's fused linear cross entropy does; "
-            "apply Liger with fused_linear_cross_entropy=False"
+            "its forward reads lm_head.weight itself, as Liger's fused linear cross entropy does; "
+            "where Liger is applied, apply it with fused_linear_cross_entropy=False"
         )
 
     def __init__(self, value: Any) -> None:
@@ -128,7 +131,7 @@ class _Stub(nn.Module):
 
 
 def traced_logit_map(model: PreTrainedModel, decoder: nn.Module, head: nn.Module) -> LogitMap:
-    """What `type(model).forward` does between its head and its loss, by running it on a copy whose children are stubs."""
+    """Return what `type(model).forward` does to the logits before its loss, by running it on a copy whose children are stubs."""
     hidden = torch.zeros(1, 2, model.config.get_text_config().hidden_size, device="meta")
     probe = object.__new__(type(model))
     probe.__dict__ = {**model.__dict__, "_modules": dict(model._modules)}
@@ -138,7 +141,7 @@ def traced_logit_map(model: PreTrainedModel, decoder: nn.Module, head: nn.Module
             probe._modules[name] = _Stub(LogitsPlaceholder(torch.zeros(())))
         elif path is not None:
             probe._modules[name] = stub = _Stub(_AnyOutput(last_hidden_state=hidden))
-            stub.__dict__.update(dict.fromkeys(path.split("."), stub))  # some call model.decoder, and some model
+            stub.__dict__.update(dict.fromkeys(path.split("."), stub))  # some forwards call model.decoder, others model
     recorded: list[Any] = []
 
     def record(logits: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -163,7 +166,7 @@ def traced_logit_map(model: PreTrainedModel, decoder: nn.Module, head: nn.Module
 
 
 def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream, *args: Any, **kwargs: Any) -> Any:
-    """Installed as the model's forward by `enable`."""
+    """Run the model with a streamed head if it computes a loss and gradients; `enable` installs this as its forward."""
     arguments = named_arguments(stock, args, kwargs)
     _refuse_labels_to_be_shifted(model, arguments)
     if arguments.get("labels") is None or not torch.is_grad_enabled():
@@ -189,7 +192,7 @@ def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream,
 
 
 class _HeadJob:
-    """The head's share of one forward: targets in, loss out."""
+    """The head's part of one forward: it holds the targets and computes the loss."""
 
     def __init__(self, head: Any, stream: HeadStream, arguments: dict[str, Any]) -> None:
         self.head, self.stream = head, stream
@@ -199,17 +202,17 @@ class _HeadJob:
         self.is_done = False
         ignore_index = arguments.get("ignore_index", -100)
         shifted = arguments.get("shift_labels")
-        # Position t predicts token t + 1; the last one predicts nothing.
+        # Position t predicts token t + 1; the last position predicts nothing.
         next_ones = nn.functional.pad(arguments["labels"], (0, 1), value=ignore_index)[..., 1:]
         self.targets: Tensor = next_ones if shifted is None else shifted
         weight = next(head.parameters())
-        # Looked at now, while the device has nothing else to do: counting targets waits for it.
+        # Built now, while the device is idle: counting targets waits for the device.
         self.rows = TargetRows(
             self.targets.reshape(-1).to(device=weight.device, dtype=torch.int64),
             vocabulary=self._vocabulary(),
             ignore_index=ignore_index,
             chunk_size=stream.config.head_chunk_size,
-            # A head that is differentiated by autograd has logits in its own dtype and fp32, log-probabilities and gradients.
+            # Autograd of another head holds logits in its dtype and in fp32, log-probabilities and gradients.
             itemsize=weight.element_size() if self.is_linear else 16,
             limit_bytes=stream.config.budget_bytes,
         )
@@ -223,6 +226,7 @@ class _HeadJob:
             weight, bias = self.head.weight, self.head.bias
             total, count = summed_cross_entropy(hidden_NE, weight, bias, self.rows, self.stream.logit_map, divisor=items)
         else:
+            check_head(self.head)
             total, count = summed_module_cross_entropy(self.head, self.run, hidden_NE, self.rows, self.stream.logit_map)
         self.is_done = True
         loss = mean_of(total, count) if items is None else total / items
@@ -231,20 +235,20 @@ class _HeadJob:
 
     def loss_function(self, logits: Any, *args: Any, **kwargs: Any) -> Tensor:
         if type(logits) is dict and logits.keys() == {"loss"} and logits["loss"].dtype == self.dtype:
-            # An engine that casts what modules return has made a copy of it.
+            # An engine that casts what modules return has copied the placeholder to a dict.
             logits = LogitsPlaceholder(logits["loss"])
         if not isinstance(logits, LogitsPlaceholder) or logits.logit_map != self.stream.logit_map or not self.is_done:
             raise SeamError("its forward treats the logits differently from when it was enabled; enable it again")
         return logits["loss"]
 
     def _vocabulary(self) -> int:
-        # Not by its weight where it can be helped: ZeRO-3 gathers what is read outside of its module's call, for the whole step.
+        # Not by its weight where possible: ZeRO-3 gathers a weight that is read outside its module's call, for the whole step.
         size = getattr(self.head, "out_features", None)
         return self.head.weight.shape[0] if size is None else size
 
 
 def refuse_backward_hooks(head: nn.Module) -> None:
-    """Of a head that is streamed while gradients are computed."""
+    """Raise if a backward hook watches `head`, which is streamed while gradients are computed."""
     hooks = head._backward_hooks or head._backward_pre_hooks
     if hooks or _module._global_backward_hooks or _module._global_backward_pre_hooks:
         raise ValueError(
@@ -255,7 +259,7 @@ def refuse_backward_hooks(head: nn.Module) -> None:
 
 
 def _has_stock_loss(model: Any) -> bool:
-    """Whether the loss is the one the head computes; a user's own function needs logits and gets them."""
+    """Return whether the loss is the one that the head computes. Warn otherwise: a user's own function gets full logits."""
     if model.loss_function is ForCausalLMLoss:
         return True
     warnings.warn(
@@ -268,7 +272,7 @@ def _has_stock_loss(model: Any) -> bool:
 
 
 def _refuse_labels_to_be_shifted(model: Any, arguments: dict[str, Any]) -> None:
-    """Where ranks share a sequence, the last token of a slice predicts the first of the next."""
+    """Raise for labels that the model would shift itself, where ranks share a sequence."""
     if arguments.get("labels") is None or arguments.get("shift_labels") is not None:
         return
     if _shares_sequences(model):
@@ -286,7 +290,7 @@ def _shares_sequences(model: Any) -> bool:
 
 
 def check_labels(model: Any, arguments: dict[str, Any]) -> None:
-    """One label per token, and none on a token that can see no key."""
+    """Raise unless there is one label per token, and none that is predicted from a token which sees no key."""
     _refuse_labels_to_be_shifted(model, arguments)
     tokens = arguments.get("input_ids") if arguments.get("input_ids") is not None else arguments.get("inputs_embeds")
     labels, shifted = arguments.get("labels"), arguments.get("shift_labels")
@@ -299,14 +303,14 @@ def check_labels(model: Any, arguments: dict[str, Any]) -> None:
         )
     mask, ignore_index = arguments.get("attention_mask"), arguments.get("ignore_index", -100)
     if not isinstance(mask, Tensor) or mask.shape[-1] != tokens.shape[1] or _shares_sequences(model):
-        return  # a mask of another length is refused where it is used, and slices are looked at where they come together
+        return  # other lengths are refused where the mask is used, and slices are checked in `sequence_slices`
     predicts_BT = nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index) if shifted is None else shifted
     predicts_BT = predicts_BT != ignore_index
     bad = (predicts_BT & rows_without_keys(mask, sliding_window(model.config)).to(predicts_BT.device)).nonzero()
     if len(bad):
         row, token = bad[0].tolist()
         raise ValueError(
-            f"labels[{row}, {token + 1}] would be predicted from token {token}, from which the "
-            f"attention mask hides every key, so that the prediction is noise. Set labels[{row}, {token + 1}] to -100 (with left "
-            "padding: the first real token of each row), or pad on the right."
+            f"labels[{row}, {token + 1}] would be predicted from token {token}, which sees no key: the attention mask hides them "
+            f"all. Set labels[{row}, {token + 1}] to -100 (with left padding: the first real token of each row), or pad on "
+            "the right."
         )

@@ -1,4 +1,4 @@
-"""Which model is meant: published shapes of real models, for runs without a download, and configurations by path or name."""
+"""Configurations of models: of presets, which need no download, and of models given by path, name or object."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from streamgrad.hf.presets import check_found, check_stored, preset, preset_name
 
 # Long enough for every benchmark; rotary embeddings cost nothing for positions that are not used.
 _POSITIONS = 1 << 22
-# In characters: some of transformers' messages list every class there is.
+# Characters of an error's message that are shown: some of transformers' list every class there is.
 _LONGEST_REASON = 300
-# Where a configuration has them as numbers.
+# Sizes that must be at least 1, in configurations that have them.
 _SIZES = (
     "hidden_size", "intermediate_size", "vocab_size", "head_dim", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads",
@@ -29,9 +29,9 @@ def preset_config(name: str) -> PretrainedConfig:
 
 
 def config_of(model: Any) -> PretrainedConfig:
-    """Of a preset's name, a directory with a `config.json`, a name on the hub, a configuration or a model.
+    """Return the configuration of `model`: a preset's name, a directory, a name on the hub, a configuration or a model.
 
-    It is that of a causal language model, with something in it; another one is a ValueError.
+    Raise `ValueError` unless it describes a causal language model whose sizes are at least 1.
     """
     if isinstance(model, PretrainedConfig):
         config = model
@@ -49,13 +49,13 @@ def config_of(model: Any) -> PretrainedConfig:
     return config
 
 
-def stored_config(model: str | os.PathLike, **options: Any) -> PretrainedConfig:
-    """Of a directory with a `config.json` or a name on the hub; `options` are those of `AutoConfig.from_pretrained`."""
+def stored_config(model: str | os.PathLike[str], **options: Any) -> PretrainedConfig:
+    """Load the configuration of a directory or of a name on the hub; `options` go to `AutoConfig.from_pretrained`."""
     check_stored(model)
     try:
         return AutoConfig.from_pretrained(model, **options)
-    except Exception as error:  # of any kind: files, connections and the checks of each configuration fail in their own ways
-        reason, hint = short_reason(error), ". Pass one whose config.json save_pretrained has written."
+    except Exception as error:  # any kind: files, connections and the checks of each class fail in their own ways
+        reason, hint = short_reason(error), ". Pass a directory whose config.json was written by save_pretrained."
         raise ValueError(
             f"model={str(model)!r} has no configuration that transformers can load: "
             + (reason.rstrip(".") + hint if os.path.exists(model) else reason)
@@ -63,12 +63,12 @@ def stored_config(model: str | os.PathLike, **options: Any) -> PretrainedConfig:
 
 
 def short_reason(error: Exception) -> str:
-    """What it says, in one line that is not too long."""
+    """Return an error's message as one line of limited length."""
     return textwrap.shorten(str(error), _LONGEST_REASON, placeholder=" ...") or type(error).__name__
 
 
 def check_causal(config: PretrainedConfig) -> None:
-    """Whether transformers builds a decoder-only language model from it."""
+    """Raise unless transformers builds a decoder-only language model from `config`."""
     if config.is_encoder_decoder:
         reason = "it is an encoder-decoder"
     elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -79,22 +79,22 @@ def check_causal(config: PretrainedConfig) -> None:
 
 
 def check_sizes(config: PretrainedConfig) -> None:
-    """Raise for a model with nothing in it: transformers builds some, and whatever divides by their sizes fails later."""
+    """Raise for sizes below 1: transformers builds some of these models, and what divides by their sizes fails later."""
     text = config.get_text_config(decoder=True)
     for name in _SIZES:
         size = getattr(text, name, None)
         if isinstance(size, int) and size < 1:
             raise ValueError(
-                f"a {config.model_type} model of {name}={size} has nothing to train. Sizes in a config.json start at 1."
+                f"{name}={size} leaves nothing to train in a {config.model_type} model. Set it to at least 1 in config.json."
             )
 
 
 def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
-    """The configuration of the model's first `layers` layers."""
+    """Return the configuration of the model's first `layers` layers."""
     config = copy.deepcopy(config)
     text = config.get_text_config(decoder=True)
     if layers > text.num_hidden_layers:
-        raise ValueError(f"layers={layers}, and the model has {text.num_hidden_layers}. Pass at most that many.")
+        raise ValueError(f"layers={layers}, but the model has only {text.num_hidden_layers}. Pass at most that many.")
     text.num_hidden_layers = layers
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:layers]
@@ -104,7 +104,7 @@ def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
 def preset_model(
     name: str, *, device: torch.device, dtype: torch.dtype = torch.bfloat16, layers: int | None = None
 ) -> PreTrainedModel:
-    """A model of the preset's shape, or of its first `layers` layers, with random weights, on `device`, in training mode."""
+    """Build a preset, or its first `layers` layers, with random weights, on `device`, in training mode."""
     config = preset_config(name) if layers is None else with_layers(preset_config(name), layers)
     with device:
         return AutoModelForCausalLM.from_config(config, dtype=dtype).train()

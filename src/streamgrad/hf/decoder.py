@@ -7,9 +7,10 @@ as it stands, and a model between calls is the stock model but for the attribute
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,10 +23,10 @@ from streamgrad.config import StreamConfig
 from streamgrad.engine.host_offload import HostStore
 from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.layer import StreamedCall
-from streamgrad.engine.module_walk import modules_of
+from streamgrad.engine.module_walk import modules_of, parameters_of
 from streamgrad.engine.recurrent_chunk import RecurrentCall
 from streamgrad.engine.ulysses import SequenceSharing
-from streamgrad.hf.attention_seam import streamed_attention_in
+from streamgrad.hf.deepspeed import is_partitioned
 from streamgrad.hf.discover import (
     attention_configs,
     decoder_layers,
@@ -35,12 +36,12 @@ from streamgrad.hf.discover import (
 )
 from streamgrad.hf.fusion import Fusion
 from streamgrad.hf.layer_args import LayerArguments
-from streamgrad.hf.mask_seam import layer_mask, with_documents
 from streamgrad.hf.patching import named_arguments, own_forward, signature_of, temporary_attributes
+from streamgrad.hf.peft import PEFT_ADAPTERS
+from streamgrad.hf.seams import layer_mask, streamed_attention_in, with_documents
 from streamgrad.hf.sequence_slices import SequenceGroup, Slices, WholeSequences, sequence_group
-from streamgrad.hf.step_plan import HeadCosts, Planner, Sample
-from streamgrad.memory.costs import LayerPolicy
-from streamgrad.memory.planner import Plan
+from streamgrad.hf.step_plan import PlannedCall, Planner, Sample
+from streamgrad.memory.planner import HeadFacts, Plan
 
 # By the id of the mask a layer was given, which is held as well: no other can come to stand at its address.
 _Masks = dict[int, tuple[object, CausalMask | DenseMask]]
@@ -54,7 +55,7 @@ class DecoderStream:
     backends: list[Backend] = field(init=False)
     planner: Planner = field(init=False)
     host_store: HostStore = field(default_factory=HostStore)
-    head: Callable[[int], HeadCosts] | None = None  # by tokens, in the call that is under way, where the head is streamed too
+    head: HeadFacts | None = None  # in the call that is under way, where the head is streamed too
     group: SequenceGroup | None = None  # whose ranks share every sequence
 
     def __post_init__(self) -> None:
@@ -166,17 +167,20 @@ class _DecoderCall:
             if recurrent:
                 _refuse_for_recurrent_layers(arguments, self.sequences.sharing)
             mask = None if recurrent else self._mask(arguments, h_BTE)
-            plan = self._plan(h_BTE, Sample(layer, run, mask), lambda parameters: self._other_kinds(parameters, args, kwargs))
+            if self.plan is None:  # this is the first layer
+                self.plan = self._make_plan(h_BTE, chain([Sample(layer, run, mask)], self._other_kinds(args, kwargs)))
             call = (RecurrentCall if recurrent else StreamedCall)(
                 layer=layer,
                 run=run,
                 mask=mask,
                 backends=self.stream.backends,
                 # Dealt tokens lie in the order of their chunks, whatever a plan might find better.
-                chunk_size=self.sequences.sharing.chunk_size or plan.chunk_sizes[index],
-                policy=plan.policies[index],
+                chunk_size=self.sequences.sharing.chunk_size or self.plan.chunk_sizes[index],
+                policy=self.plan.policies[index],
                 host_store=self.stream.host_store,
                 sharing=self.sequences.sharing,
+                adapters=PEFT_ADAPTERS,
+                index=index,
             )
             out_BTE = call(h_BTE)
             return (out_BTE,) if arguments.returns_tuple else out_BTE
@@ -192,12 +196,13 @@ class _DecoderCall:
 
         return run
 
-    def _other_kinds(self, parameters: list[list[nn.Parameter]], args: tuple, kwargs: dict[str, Any]) -> Iterator[Sample]:
+    def _other_kinds(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Sample]:
         """A layer of each kind but the first's, by class and sizes, with what the first layer was called with, but for its mask.
 
         None where an engine has the parameters of a layer elsewhere until it is called, or where it takes other arguments.
         """
-        if isinstance(self.layers[0], FSDPModule) or any(hasattr(p, "ds_id") for p in parameters[0]):
+        parameters = [parameters_of(layer) for layer in self.layers]
+        if isinstance(self.layers[0], FSDPModule) or any(map(is_partitioned, parameters[0])):
             return
         kinds = [(type(layer), *(p.shape for p in own)) for layer, own in zip(self.layers, parameters, strict=True)]
         seen, names = {kinds[0]}, list(signature_of(self.forwards[0]).parameters)
@@ -217,25 +222,13 @@ class _DecoderCall:
             self.masks[id(given)] = given, self.sequences.mask(_mask_of(arguments, h_BTE.shape[1], chunk_size))
         return self.masks[id(given)][1]
 
-    def _plan(self, h_BTE: Tensor, first: Sample, others: Callable[..., Iterator[Sample]]) -> Plan:
-        if self.plan is None:
-            planner, stream = self.stream.planner, self.stream
-            if torch.is_grad_enabled():
-                self.plan = planner.plan(
-                    self.decoder,
-                    self.layers,
-                    h_BTE,
-                    first,
-                    others,
-                    stream.backends,
-                    stream.head,
-                    stream.host_store,
-                    self.sequences.sharing,
-                )
-            else:
-                layers, chunk_size = len(self.layers), planner.chunk_size(*h_BTE.shape[:2])
-                self.plan = Plan((LayerPolicy("input"),) * layers, (chunk_size,) * layers, 0.0, 0.0)
-        return self.plan
+    def _make_plan(self, h_BTE: Tensor, samples: Iterable[Sample]) -> Plan:
+        """The plan of all layers; `samples` has a layer of each kind, ready to be measured."""
+        planner, stream, sharing = self.stream.planner, self.stream, self.sequences.sharing
+        if not torch.is_grad_enabled() or not planner.must_measure(self.layers, h_BTE):
+            return planner.plan_without_costs(len(self.layers), *h_BTE.shape[:2])
+        costs = planner.measured_costs(samples, stream.backends, h_BTE, sharing)
+        return planner.plan(PlannedCall(self.decoder, self.layers, h_BTE, stream.head, stream.host_store, sharing), costs)
 
 
 def _refuse_for_recurrent_layers(arguments: LayerArguments, sharing: SequenceSharing) -> None:

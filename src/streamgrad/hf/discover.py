@@ -21,8 +21,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from streamgrad.engine.module_walk import modules_of
+from streamgrad.hf.deepspeed import has_zero3_hooks
 from streamgrad.hf.layer_args import CACHE_NAMES, cache_argument
 from streamgrad.hf.patching import own_forward
+from streamgrad.hf.peft import base_model, why_not_in_chunks
 
 # Rotary embeddings whose frequencies follow the longest position they are shown: a chunk would show them its own.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -36,8 +38,8 @@ def unwrap(model: Any) -> PreTrainedModel:
     """The Hugging Face model inside PEFT, DDP, FSDP, DeepSpeed or torch.compile wrappers."""
     inner: Any = model
     while isinstance(inner, nn.Module) and not isinstance(inner, PreTrainedModel):
-        if hasattr(inner, "get_base_model"):  # peft.PeftModel
-            inner = inner.get_base_model()  # type: ignore[operator]
+        if (adapted := base_model(inner)) is not None:
+            inner = adapted
         elif isinstance(getattr(inner, "_orig_mod", None), nn.Module):  # torch.compile
             inner = inner._orig_mod
         elif isinstance(getattr(inner, "module", None), nn.Module):  # DDP, FSDP, DeepSpeed
@@ -90,7 +92,6 @@ def layer_refusals(modules: list[nn.Module]) -> Iterator[str]:
     """
     layer, recurrent = modules[0], is_recurrent(modules)
     for module in modules:
-        own = module.__dict__
         reason = _class_refusal(type(module))  # type: ignore[arg-type]
         if recurrent and isinstance(module, nn.Conv1d):
             continue  # what it sees of earlier tokens is a state
@@ -101,12 +102,12 @@ def layer_refusals(modules: list[nn.Module]) -> Iterator[str]:
                 f"{_place(layer, module)} is inside the layer and depends on the sequence length ({module.rope_type} rotary "
                 "embedding)"
             )
-        variants = own.get("lora_variant")
-        if isinstance(variants, dict) and any("ALora" in getattr(v, "__name__", str(v)) for v in variants.values()):
-            yield f"{_place(layer, module)} is an activated LoRA (aLoRA), whose offsets count from the end of the whole sequence"
+        adapter = why_not_in_chunks(module)
+        if adapter is not None:
+            yield f"{_place(layer, module)} {adapter}"
         if parametrize._cache_enabled and "parametrizations" in module._modules:
             yield f"{_place(layer, module)} is parametrized, and what parametrize.cached() keeps has no graph; leave cached() out"
-        if module is not layer and "ds_id" in own:
+        if module is not layer and has_zero3_hooks(module):
             yield (
                 f"ZeRO-3 gathers the parameters of {type(layer).__name__} module by module; so that a layer is gathered as a "
                 "whole, call streamgrad.parallel.make_zero3_leaves(model) before deepspeed.initialize or accelerator.prepare"
@@ -134,8 +135,6 @@ def _class_refusal(kind: type) -> str | None:
     """Why no module of this class may be inside a layer; `{place}` and `{layer}` are its path and the layer's class."""
     if issubclass(kind, _TOKEN_MIXERS):
         return f"{{place}} is a {kind.__name__}, which mixes tokens outside of attention"
-    if any(base.__name__ == "LilyLayer" for base in kind.__mro__):
-        return "{place} is a Lily adapter, whose router averages over all tokens"
     if any(base.__name__ == "CheckpointWrapper" for base in kind.__mro__):
         return "CheckpointWrapper is around its layers or inside them; leave it out, as streamed layers are run again anyway"
     if issubclass(kind, FullyShardedDataParallel):

@@ -1,8 +1,8 @@
 """What one decoder layer holds and computes a token, from its configuration alone: the layer's own code, run without any data.
 
-The model is built on the meta device, and one layer of it is run forward and backward on fake tensors, which have shapes and no
-storage. Attention and the fused kernels are stood in for by functions that make tensors of the right shapes, as the kernels on a
-GPU do; everything else, adapters included, is the code that will run. `memory.measure` counts what it costs, as in a real step.
+The model is built on the meta device. One layer of it is run forward and backward on fake tensors, which have shapes and no
+storage. Functions that make tensors of the right shapes replace attention and the fused kernels; everything else, adapters
+included, is the code that will run. `memory.measure` counts its costs, as it does while training.
 
 Shapes: B batch, H query heads, G key/value heads, L tokens, S keys, D head size, E model width, N rows.
 """
@@ -12,9 +12,9 @@ from __future__ import annotations
 import copy
 import importlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,9 @@ from streamgrad.hf.decoder import DecoderStream, decoder_forward
 from streamgrad.hf.discover import decoder_layers, find_decoder, has_recurrent_layers, sliding_window
 from streamgrad.hf.patching import InstalledForward
 from streamgrad.hf.step_plan import Sample
+from streamgrad.memory.costs import LayerProfile, ModelShape
 from streamgrad.memory.live_bytes import LiveBytes
 from streamgrad.memory.measure import measured_costs
-from streamgrad.memory.model_shape import LayerProfile, ModelShape
 from streamgrad.ops import fused
 from streamgrad.ops.accumulate import accumulator_dtype
 
@@ -39,7 +39,7 @@ TOKENS = 512
 
 
 def model_shape(config: PretrainedConfig, *, dtype: torch.dtype = torch.bfloat16, lora_rank: int | None = None) -> ModelShape:
-    """Of the causal language model that transformers builds from `config`. Costs are those of its first layer."""
+    """Return the shape of the causal language model that transformers builds from `config`, with the costs of its first layer."""
     text = config.get_text_config(decoder=True)
     whole = meta_model(config, dtype=dtype)
     if has_recurrent_layers(find_decoder(whole)):  # which refuses what cannot be streamed
@@ -80,7 +80,7 @@ def model_shape(config: PretrainedConfig, *, dtype: torch.dtype = torch.bfloat16
 
 
 def meta_model(config: PretrainedConfig, *, dtype: torch.dtype, lora_rank: int | None = None) -> PreTrainedModel:
-    """The model without values; with a rank, frozen but for adapters on every linear map of its layers."""
+    """Build the model without values; with a rank, frozen but for adapters on every linear map of its layers."""
     try:
         with torch.device("meta"):
             # A copy, as it keeps, and may change, what it is given.
@@ -102,7 +102,7 @@ def meta_model(config: PretrainedConfig, *, dtype: torch.dtype, lora_rank: int |
 
 
 def profile_layer(model: PreTrainedModel, *, fused_parts: bool) -> LayerProfile:
-    """Of the first layer of a model on the meta device, which stays as it is.
+    """Return the costs of the first layer of a model on the meta device, which stays as it is.
 
     `fused_parts` says whether norms, rotary embeddings and activations run as single kernels, as they do on a GPU in 16 bits.
     """
@@ -130,7 +130,7 @@ class _Finished(Exception):
 
 
 class _Recorder:
-    """Stands as the decoder's planner, which is handed the first layer, ready to run."""
+    """Takes the place of the decoder's planner, which is handed the first layer, ready to run."""
 
     def __init__(self) -> None:
         self.profile: LayerProfile | None = None
@@ -140,9 +140,11 @@ class _Recorder:
     def chunk_size(self, batch: int, sequence: int) -> int:
         return sequence
 
-    def plan(
-        self, decoder: Any, layers: list[nn.Module], h_BLE: Tensor, first: Sample, others: Any, backends: list, *rest: Any
-    ) -> None:
+    def must_measure(self, layers: list[nn.Module], h_BLE: Tensor) -> bool:
+        return True
+
+    def measured_costs(self, samples: Iterable[Sample], backends: list[Any], h_BLE: Tensor, sharing: Any) -> NoReturn:
+        first = next(iter(samples))
         positions = self.live.live_bytes - h_BLE.nbytes
         h_BLE, attention = torch.empty_like(h_BLE).requires_grad_(), self.attention
         with torch.enable_grad(), _flop_counter() as forward:
@@ -164,13 +166,13 @@ class _Recorder:
 
 
 def _flop_counter() -> FlopCounterMode:
-    """Of matrix products, those of all experts at once among them, which torch's counter leaves out."""
+    """Return a counter of matrix products that knows those of all experts at once, which torch's own leaves out."""
     grouped = {torch.ops.aten._grouped_mm: lambda left, right, *args, out_shape=None, **kw: 2 * left[0] * left[1] * right[-1]}
     return FlopCounterMode(display=False, custom_mapping=grouped)
 
 
 class _ShapesOfAttention:
-    """An attention kernel of which only the shapes are there."""
+    """An attention kernel that makes tensors of the right shapes and computes nothing."""
 
     name = "shapes"
 
@@ -193,7 +195,7 @@ class _ShapesOfAttention:
 
     def backward(
         self, dout_BHLD: Tensor, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, done: Attended, block: Any
-    ) -> tuple[Tensor, list]:
+    ) -> tuple[Tensor, list[Any]]:
         return torch.empty_like(query_BHLD), [(0, key_BGSD.shape[2], torch.empty_like(key_BGSD), torch.empty_like(value_BGSD))]
 
 

@@ -1,49 +1,39 @@
-"""`estimate`: what a step will hold, by component, on device and host; what it will take; and the longest that fits.
+"""`estimate`: what a step holds, by component, on device and host; how long it takes; and the longest sequence that fits.
 
-Nothing is allocated and no device is needed: the layer's costs come from a run on tensors without storage (`hf.dry_run`), or
-from one that is remembered (`hf.remembered`), the plan from the planner that will make it when the step runs (`memory.planner`),
-the bytes of its moments from `moments`.
+Nothing is allocated and no device is needed. The layer's costs come from the table of presets or a dry run (`hf.shapes`), the
+plan and whether it fits from `memory.fit`, the bytes of each phase from `memory.phases`, and the time from `memory.seconds`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from streamgrad.config import KEEP_POLICIES, OFFLOAD_PLACES, parse_bytes
-from streamgrad.hf.remembered import shape_of
-from streamgrad.memory.costs import Parts, head_parts
-from streamgrad.memory.engines import ENGINES, longest_sequence, rank_bytes
-from streamgrad.memory.head_chunk import FREE_SHARE, SHORTEST_CHUNK, head_chunk_within
-from streamgrad.memory.model_shape import ModelShape
-from streamgrad.memory.phases import Phase, Workload, checkpointing_phases, host_parts, streamed_phases
-from streamgrad.memory.planner import HOST_SHARE, MARGIN, SMALL_CHUNKS, Plan, Step, choose_plan, regular_chunk
+from streamgrad.hf.shapes import TABLE_RANK, shape_of
+from streamgrad.memory.costs import Parts
+from streamgrad.memory.engines import ENGINES
+from streamgrad.memory.fit import FILLED, FILLED_BESIDE_HOST, Card, copies_to_fp32, gradient_share, resident_parts
+from streamgrad.memory.phases import Workload, checkpointing_phases, host_parts, largest
+from streamgrad.memory.planner import HOST_SHARE, Plan
 from streamgrad.memory.seconds import Rates, Seconds, checkpointing_seconds, streamed_seconds
 
 METHODS = ("full", "lora")
 OBJECTIVES = ("sft", "dpo", "grpo")
 OPTIMIZERS = ("adamw", "adamw8bit", "sgd", "none")
 DTYPES = ("bfloat16", "float16", "float32")
-LONGEST = 1 << 24
-# Of a GPU, what a step's tensors may fill where the allocator's segments can grow: the fullest steps that ran held 98.2 to 99.2%
-# (benchmarks/results/predicted.jsonl). The planner itself leaves more free.
-FILLED = 0.9925
-# With host memory: 97.9% ran, and a step 5% longer did not.
-FILLED_BESIDE_HOST = 0.98
-
-_DEEPSPEED = ("zero1", "zero2", "zero3")
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """One way to compute the step: bytes by component at its worst moment, and its time."""
+    """One way to compute the step: bytes by component in its largest phase, and its time."""
 
     name: str
     device_bytes: Parts
     host_bytes: Parts
-    moment: str
+    phase: str
     fits: bool
     seconds: Seconds
     longest_tokens: int
@@ -76,21 +66,84 @@ class Report:
     assumptions: tuple[str, ...]
 
     @property
-    def title(self) -> str:
-        """What is planned, in words."""
+    def setup(self) -> str:
+        """Return in words what is trained, and how."""
         many = f", {self.gpus} GPUs with {self.engine}" if self.gpus > 1 else ""
         optimizer = "no optimizer" if self.optimizer == "none" else self.optimizer
-        how = f"{self.model}, {self.method}, {self.objective}, {optimizer}{many}"
-        return f"{how}: {self.batch} x {self.seq_len:,} tokens"
+        return f"{self.model}, {self.method}, {self.objective}, {optimizer}{many}"
+
+    @property
+    def title(self) -> str:
+        """Return in words what is planned."""
+        return f"{self.setup}: {self.batch} x {self.seq_len:,} tokens"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, with totals and the plan in words."""
+        """Return the report for JSON, with totals and the plan in words."""
         row = dataclasses.asdict(self)
         for name in ("streamed", "checkpointing"):
             outlook: Outlook = getattr(self, name)
             row[name]["plan"] = None if outlook.plan is None else str(outlook.plan)
             row[name] |= {"peak_bytes": outlook.peak_bytes, "seconds": vars(outlook.seconds) | {"total": outlook.seconds.total}}
         return row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Everything about a step but its model and its length, as `estimate` takes it. Raises `ValueError` for a wrong value."""
+
+    batch: int
+    method: str
+    lora_rank: int | None
+    objective: str
+    optimizer: str
+    engine: str
+    gpus: int
+    dtype: str
+    gpu_memory: int | str
+    host_memory: int | str
+    keep: str
+    offload: str
+    rates: Rates
+
+    def __post_init__(self) -> None:
+        choices = {
+            "method": METHODS, "objective": OBJECTIVES, "optimizer": OPTIMIZERS, "engine": ENGINES, "dtype": DTYPES,
+            "keep": KEEP_POLICIES, "offload": OFFLOAD_PLACES,
+        }  # fmt: skip
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {getattr(self, name)!r}.")
+        for name in ("batch", "gpus", "lora_rank"):
+            _check_count(name, getattr(self, name))
+        if self.lora_rank is not None and self.method != "lora":
+            raise ValueError(
+                f"lora_rank={self.lora_rank} is for method='lora', got method={self.method!r}. Leave one of them out."
+            )
+        if (self.engine == "none") != (self.gpus == 1):
+            raise ValueError(
+                f"engine={self.engine!r} with gpus={self.gpus}: several GPUs need an engine, and one needs none. Pass "
+                f"engine='none' with gpus=1, or one of {', '.join(ENGINES[1:])} with gpus of at least 2."
+            )
+        for name in ("gpu_memory", "host_memory"):
+            try:
+                parse_bytes(getattr(self, name))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+
+    @property
+    def rank(self) -> int | None:
+        """Return the rank of adapters, or None in full training."""
+        return (self.lora_rank or TABLE_RANK) if self.method == "lora" else None
+
+    @property
+    def has_reference(self) -> bool:
+        """Return whether a frozen model passes over the same tokens."""
+        return self.objective == "dpo"
+
+    @property
+    def card(self) -> Card:
+        host_bytes = HOST_SHARE * parse_bytes(self.host_memory) / self.gpus
+        return Card(parse_bytes(self.gpu_memory), host_bytes, self.keep, self.offload)
 
 
 def estimate(
@@ -111,7 +164,7 @@ def estimate(
     offload: str = "auto",
     rates: Rates | None = None,
 ) -> Report:
-    """What one training step of a model will hold and take, streamed and with plain gradient checkpointing.
+    """Return what one training step of a model holds and takes, streamed and with plain gradient checkpointing.
 
     ```python
     report = streamgrad.estimate("qwen3-8b", 65_536, gpu_memory="80GiB")
@@ -127,187 +180,108 @@ def estimate(
         gpu_memory, host_memory: of one GPU, and of the machine that all `gpus` are in.
         keep, offload: as for `StreamConfig`.
     """
-    for name, value, choices in (
-        ("method", method, METHODS),
-        ("objective", objective, OBJECTIVES),
-        ("optimizer", optimizer, OPTIMIZERS),
-        ("engine", engine, ENGINES),
-        ("dtype", dtype, DTYPES),
-        ("keep", keep, KEEP_POLICIES),
-        ("offload", offload, OFFLOAD_PLACES),
-    ):
-        if value not in choices:
-            raise ValueError(f"{name}={value!r} is not a choice. Pass one of {', '.join(map(repr, choices))}.")
-    for name, number in (("seq_len", seq_len), ("batch", batch), ("gpus", gpus), ("lora_rank", lora_rank)):
-        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
-            raise ValueError(f"{name}={number!r} will not do: it counts something. Pass a whole number of at least 1.")
-    if lora_rank is not None and method != "lora":
-        raise ValueError(f"lora_rank={lora_rank} is for method='lora', and method is {method!r}. Leave one of them out.")
-    if (engine == "none") != (gpus == 1):
+    options = Options(
+        batch=batch, method=method, lora_rank=lora_rank, objective=objective, optimizer=optimizer, engine=engine, gpus=gpus,
+        dtype=dtype, gpu_memory=gpu_memory, host_memory=host_memory, keep=keep, offload=offload, rates=rates or Rates(),
+    )  # fmt: skip
+    (report,) = estimate_lengths(model, [seq_len], options)
+    return report
+
+
+def estimate_lengths(model: Any, lengths: Sequence[int | None], options: Options) -> list[Report]:
+    """Return a report for each length, from one shape of the model. None stands for the longest that fits."""
+    for length in lengths:
+        _check_count("seq_len", length)
+    shape = shape_of(model, dtype=options.dtype, lora_rank=options.rank)
+    resident = resident_parts(
+        shape,
+        engine=options.engine,
+        gpus=options.gpus,
+        optimizer=options.optimizer,
+        second_model=options.has_reference and options.method == "full",
+    )
+    rows = 2 * options.batch if options.objective == "dpo" else options.batch
+    load = Workload(shape, rows, 1, resident, gradient_share(options.engine, options.gpus))
+    longest, checkpointed = options.card.longest(load), options.card.longest_with_checkpointing(load)
+    if None in lengths and not longest:
         raise ValueError(
-            f"engine={engine!r} with gpus={gpus}: several GPUs need an engine, and one needs none. Pass engine='none' with "
-            f"gpus=1, or one of {', '.join(ENGINES[1:])} with gpus of at least 2."
+            f"nothing fits {options.gpu_memory}, not even batch={options.batch} of 128 tokens: weights, optimizer state and the "
+            f"engine's buffers alone take {sum(resident.values()) / 2**30:.1f} GiB on each GPU. Pass a smaller batch, "
+            "method='lora', optimizer='adamw8bit', an engine that shards with more GPUs, or a larger GPU."
         )
-    gpu_bytes, host_bytes = _amount("gpu_memory", gpu_memory), _amount("host_memory", host_memory)
-    rank = (lora_rank or 32) if method == "lora" else None
-    shape = shape_of(model, dtype=dtype, lora_rank=rank)
-    rows = 2 * batch if objective == "dpo" else batch
-    resident, share = _resident(shape, engine, gpus, optimizer, reference=objective == "dpo" and method == "full")
-    card = _Card(gpu_bytes, HOST_SHARE * host_bytes / gpus, keep, offload)
-    load = Workload(shape, rows, seq_len or 1, resident, share)
-    longest = _longest(load, lambda longer: card.holds(*card.streamed(longer, smallest=True)))
-    plainly = _longest(load, lambda longer: card.holds(None, _worst(checkpointing_phases(longer))))
-    if not seq_len and not longest:
-        raise ValueError(
-            f"nothing fits {gpu_memory}, not even batch={batch} of 128 tokens: weights, optimizer state and the engine's buffers "
-            f"alone take {sum(resident.values()) / 2**30:.1f} GiB on each GPU. Pass a smaller batch, method='lora', "
-            "optimizer='adamw8bit', an engine that shards with more GPUs, or a larger GPU."
-        )
-    load = replace(load, sequence=seq_len or longest)
-    reference = objective == "dpo"
-    products = (3 if shape.head_trainable else 2) + (objective != "sft")  # log-probabilities make their logits again in backward
-    rates = rates or Rates()
-    plan, moment = card.streamed(load)
-    streamed = Outlook(
+    name = model if isinstance(model, str) else type(model).__name__
+    loads = [replace(load, sequence=length or longest) for length in lengths]
+    return [
+        _report(name, options, _streamed(own, options, longest), _checkpointed(own, options, checkpointed), own) for own in loads
+    ]
+
+
+def _check_count(name: str, number: int | None) -> None:
+    if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+        raise ValueError(f"{name} must be a whole number of at least 1, got {number!r}.")
+
+
+def _streamed(load: Workload, options: Options, longest: int) -> Outlook:
+    card = options.card
+    plan, phase = card.planned(load)
+    # Objectives on log-probabilities make their logits again in backward.
+    products = _head_products(load) + (options.objective != "sft")
+    return Outlook(
         name="streamgrad",
-        device_bytes=moment.parts,
+        device_bytes=phase.parts,
         host_bytes=host_parts(load, plan.policies),
-        moment=moment.name,
-        fits=card.holds(plan, moment),
-        seconds=streamed_seconds(load, plan.policies, plan.chunk_sizes, rates, head_products=products, reference=reference),
+        phase=phase.name,
+        fits=card.holds(plan, phase),
+        seconds=streamed_seconds(
+            load, plan.policies, plan.chunk_sizes, options.rates, head_products=products, reference=options.has_reference
+        ),
         longest_tokens=longest,
-        plan=replace(plan, peak_bytes=moment.total_bytes),
+        plan=replace(plan, peak_bytes=phase.total_bytes),
     )
-    moment = _worst(checkpointing_phases(load))
-    checkpointing = Outlook(
+
+
+def _checkpointed(load: Workload, options: Options, longest: int) -> Outlook:
+    phase = largest(checkpointing_phases(load))
+    products, reference = _head_products(load), options.has_reference
+    return Outlook(
         name="gradient checkpointing",
-        device_bytes=moment.parts,
+        device_bytes=phase.parts,
         host_bytes={},
-        moment=moment.name,
-        fits=card.holds(None, moment),
-        seconds=checkpointing_seconds(load, rates, head_products=3 if shape.head_trainable else 2, reference=reference),
-        longest_tokens=plainly,
+        phase=phase.name,
+        fits=options.card.holds(None, phase),
+        seconds=checkpointing_seconds(load, options.rates, head_products=products, reference=reference),
+        longest_tokens=longest,
     )
+
+
+def _head_products(load: Workload) -> int:
+    return 3 if load.shape.head_trainable else 2
+
+
+def _report(model: str, options: Options, streamed: Outlook, checkpointing: Outlook, load: Workload) -> Report:
     return Report(
-        model=model if isinstance(model, str) else type(model).__name__,
-        method=f"lora of rank {rank}" if rank else method,
-        objective=objective,
-        optimizer=optimizer,
-        engine=engine,
-        gpus=gpus,
-        batch=batch,
+        model=model,
+        method=f"lora of rank {options.rank}" if options.rank else options.method,
+        objective=options.objective,
+        optimizer=options.optimizer,
+        engine=options.engine,
+        gpus=options.gpus,
+        batch=options.batch,
         seq_len=load.sequence,
-        gpu_memory=gpu_bytes,
-        host_memory=host_bytes,
-        dtype=dtype,
-        keep=keep,
-        offload=offload,
+        gpu_memory=parse_bytes(options.gpu_memory),
+        host_memory=parse_bytes(options.host_memory),
+        dtype=options.dtype,
+        keep=options.keep,
+        offload=options.offload,
         streamed=streamed,
         checkpointing=checkpointing,
-        assumptions=tuple(_assumptions(dtype, method, objective, optimizer, engine, rates)),
+        assumptions=tuple(_assumptions(options, load.shape.itemsize)),
     )
 
 
-def _amount(name: str, value: int | str) -> int:
-    try:
-        return parse_bytes(value)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
-@dataclass(frozen=True)
-class _Card:
-    """The memory that a step may use, and the options that plans are made with."""
-
-    device_bytes: float
-    host_bytes: float
-    keep: str
-    offload: str
-
-    def streamed(self, load: Workload, *, smallest: bool = False) -> tuple[Plan, Phase]:
-        """The plan that the planner makes within this memory, or the smallest there is, and its worst moment."""
-        shape = load.shape
-        step = Step(
-            costs=shape.profile.costs,
-            layers=shape.layers,
-            shape=load.batch,
-            resident_bytes=sum(load.with_positions.values()),
-            layer_gradient_bytes=load.gradient_share * shape.profile.costs.gradients,
-            head_bytes=self._held_by_head(load),
-            head_gradient_bytes=load.gradients(0),
-            embedding_bytes=sum(load.at_embeddings.values()),
-            # With adapters the first layer's input is made to require a gradient.
-            leaf_bytes=0.0 if shape.outside_trainable else load.tokens * shape.profile.costs.input,
-        )
-        plan, _ = choose_plan(
-            step,
-            keep=self.keep,
-            offload=self.offload,
-            chunk_size=regular_chunk(load.rows, load.sequence, SMALL_CHUNKS[-1]) if smallest else None,
-            budget_bytes=0.0 if smallest else (1.0 - MARGIN) * self.device_bytes,
-            host_budget_bytes=self.host_bytes,
-        )
-        return plan, _worst(streamed_phases(load, plan.policies, plan.chunk_sizes, self._head_rows(load, plan)))
-
-    def holds(self, plan: Plan | None, moment: Phase) -> bool:
-        """Whether the worst moment of a step fits the GPU, and what its plan keeps on the host the host."""
-        on_host = 0.0 if plan is None else plan.host_bytes
-        filled = FILLED_BESIDE_HOST if on_host else FILLED
-        return moment.total_bytes <= filled * self.device_bytes and on_host <= self.host_bytes
-
-    def _held_by_head(self, load: Workload) -> float:
-        """As a model with a streamed head announces it to the planner (`hf.causal_lm`)."""
-        shape = load.shape
-        hidden, logits = load.tokens * shape.width, 2 * min(load.tokens, SHORTEST_CHUNK) * shape.vocabulary
-        return sum(head_parts(hidden * shape.itemsize, logits * shape.itemsize, shape.head_trainable, shape.itemsize).values())
-
-    def _head_rows(self, load: Workload, plan: Plan) -> int:
-        """The head's chunk: an eighth of what is free when it starts."""
-        shape = load.shape
-        kept = sum(sum(shape.profile.costs.kept(policy).values()) for policy in plan.policies if not policy.on_host)
-        used = sum(load.with_positions.values()) + load.tokens * (kept + 3 * shape.profile.costs.input)
-        free = int(max(0.0, self.device_bytes - used)) // FREE_SHARE
-        return min(head_chunk_within(free, load.tokens, shape.vocabulary, shape.itemsize), load.tokens)
-
-
-def _longest(load: Workload, fits: Callable[[Workload], bool]) -> int:
-    return longest_sequence(lambda tokens: 0.0 if fits(replace(load, sequence=tokens)) else 1.0, 0.0, step=128, limit=LONGEST)
-
-
-def _worst(moments: list[Phase]) -> Phase:
-    return max(moments, key=lambda moment: moment.total_bytes)
-
-
-def _resident(shape: ModelShape, engine: str, gpus: int, optimizer: str, *, reference: bool) -> tuple[Parts, float]:
-    """What stays on one rank for the whole step, and the part of each gradient that stays."""
-    parameters = shape.layers * shape.layer_parameters + shape.outside_parameters
-    # FSDP2 gathers what is outside of the layers as one unit, DeepSpeed one module of it after the other.
-    outside = shape.outside_parameters if engine == "fsdp2" else shape.head_parameters
-    count = rank_bytes(
-        engine,
-        parameters=parameters,
-        trainable=shape.layers * shape.layer_trainable + shape.outside_trainable,
-        unit=max(shape.layer_parameters, outside),
-        ranks=gpus,
-        parameter_size=shape.itemsize,
-        gradient_size=shape.itemsize,
-        optimizer_size=_optimizer_size(optimizer, shape.itemsize, engine),
-    )
-    weights = count.parameters + (parameters * shape.itemsize if reference else 0.0)
-    share = 1.0 / gpus if engine in ("zero2", "zero3", "fsdp2") else 1.0
-    return {"weights": weights, "optimizer state": count.optimizer, "other": count.working}, share
-
-
-def _optimizer_size(optimizer: str, itemsize: int, engine: str) -> int:
-    """Bytes per trainable parameter. torch's AdamW keeps its two moments in the weights' dtype, DeepSpeed in fp32 with a copy."""
-    if optimizer == "none":
-        return 0
-    copied = 4 if engine in _DEEPSPEED and itemsize == 2 else 0
-    return copied + {"adamw": 2 * (4 if copied else itemsize), "adamw8bit": 2, "sgd": 0}[optimizer]
-
-
-def _assumptions(dtype: str, method: str, objective: str, optimizer: str, engine: str, rates: Rates) -> list[str]:
-    """In words: what the numbers depend on and a user may have otherwise."""
+def _assumptions(options: Options, itemsize: int) -> list[str]:
+    """Return in words what the numbers depend on and a user may have otherwise."""
+    dtype, rates = options.dtype, options.rates
     said = [
         f"weights and gradients in {dtype}; gradients are set to None between steps",
         f"tensors fill at most {100 * FILLED:g}% of the GPU ({100 * FILLED_BESIDE_HOST:g}% where host memory is used too), with "
@@ -317,14 +291,16 @@ def _assumptions(dtype: str, method: str, objective: str, optimizer: str, engine
         "and communication are not counted",
         "checkpointing is transformers' own, with SDPA, eager norms and a loss on full logits",
     ]
-    if optimizer == "adamw":
-        fp32 = engine in _DEEPSPEED and dtype != "float32"
-        said.append("AdamW's moments and a copy of the weights in fp32, as DeepSpeed keeps them" if fp32
-                    else f"AdamW's moments in {dtype}, as torch keeps them")  # fmt: skip
-    if objective == "dpo":
-        said.append("a batch of pairs is one pass of twice as many sequences, of `seq_len` tokens each; " + (
-            "the reference is a second, frozen model on the same GPU, whole" if method == "full"
-            else "the reference is the model without its adapters"))  # fmt: skip
-    if objective == "grpo":
+    if options.optimizer == "adamw" and copies_to_fp32(options.engine, itemsize):
+        said.append("AdamW's moments and a copy of the weights in fp32, as DeepSpeed keeps them")
+    elif options.optimizer == "adamw":
+        said.append(f"AdamW's moments in {dtype}, as torch keeps them")
+    if options.objective == "dpo":
+        reference = (
+            "a second, frozen model on the same GPU, whole" if options.method == "full" else "the model without its adapters"
+        )
+        pairs = "a batch of pairs is one pass of twice as many sequences, of `seq_len` tokens each"
+        said.append(f"{pairs}; the reference is {reference}")
+    if options.objective == "grpo":
         said.append("the update alone, without a reference (TRL's beta=0); generating completions is not counted")
     return said

@@ -1,8 +1,8 @@
 """Fused norms, gated activations and rotary embeddings in place of transformers' own, for the duration of one layer call.
 
-A module is recognised by its code: its class's forward must have the very bytecode of one of the functions below, as written in
-dozens of transformers' families. Nothing else is touched: a forward that is written differently, is wrapped, or was patched by
-another library (Liger, kernels from the hub) runs as it stands.
+A module is recognised by its code: its class's forward must have exactly the bytecode of one of the functions below, which dozens
+of transformers' families share. Nothing else is touched: a forward that is written differently, is wrapped, or was patched by
+another library (Liger, kernels from the hub) runs as it is.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from transformers import activations
 from streamgrad.hf.patching import temporary_attributes
 from streamgrad.ops.fused import Norm, gated, rms_norm, rotary
 
-# A program may have put its own in their place.
+# torch's own at import time, to compare with: a program may replace them later.
 _LINEAR = nn.Linear, nn.Linear.forward, nn.Module.__call__
 
 
 class Fusion:
-    """The fused parts among some modules, say those of one layer, as they stand now."""
+    """The parts of some modules, such as those of one layer, that can run fused."""
 
     def __init__(self, modules: Iterable[nn.Module], *, mode: str) -> None:
-        """`mode` is `StreamConfig.fused_kernels`: "auto" fuses 16-bit values on CUDA, "on" all values, "off" none."""
+        """Find these parts. `mode` is `StreamConfig.fused_kernels`: "auto" fuses 16-bit values on CUDA, "on" all, "off" none."""
         self._wants = functools.partial(_wants, mode)
         self._forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
         self._rotary_globals: dict[int, dict[str, Any]] = {}
@@ -41,7 +41,7 @@ class Fusion:
             fused = _fused_forward(module, forward, self._wants)
             if fused is not None:
                 self._forwards.append((module, fused))
-            # Looked up by name in the file that defines the attention module.
+            # Attention modules look this function up by name in the file that defines them.
             if "apply_rotary_pos_emb" in getattr(getattr(forward, "__code__", None), "co_names", ()):
                 names = forward.__globals__
                 if id(names) not in self._rotary_globals and _is_known_rotary(_stock_rotary(names)):
@@ -49,7 +49,7 @@ class Fusion:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Within the block, the recognised parts run fused."""
+        """Run the recognised parts fused within the block."""
         with ExitStack() as restore:
             restore.enter_context(temporary_attributes((module, "forward", forward) for module, forward in self._forwards))
             for names in self._rotary_globals.values():
@@ -58,7 +58,7 @@ class Fusion:
 
 
 def _wants(mode: str, *tensors: Tensor) -> bool:
-    """All of one floating dtype, and of one that is worth it. Autocast leaves 16-bit values as they are here."""
+    """Return whether `tensors` have one dtype, which `mode` fuses; under autocast 16 bits only, which it does not cast here."""
     first = tensors[0]
     in_16_bits = first.dtype.itemsize == 2
     if any(tensor.dtype != first.dtype for tensor in tensors):
@@ -69,9 +69,9 @@ def _wants(mode: str, *tensors: Tensor) -> bool:
 
 
 class _RotarySwitch:
-    """Stands for `apply_rotary_pos_emb` in one file of transformers while any thread runs a layer with it fused.
+    """A stand-in for `apply_rotary_pos_emb` in one file of transformers, while any thread runs a layer with it fused.
 
-    It is fused for the threads that asked for it, and the stock function for all others; the last one out puts that back.
+    Threads that asked for it run the fused function, all others the stock one. The last thread to leave puts that back.
     """
 
     _lock: ClassVar[threading.Lock] = threading.Lock()
@@ -118,7 +118,7 @@ def _is_known_rotary(function: Any) -> bool:
 
 
 def _fused_forward(module: Any, forward: Any, wants: Callable[..., bool]) -> Callable[[Tensor], Tensor] | None:
-    """What may run in place of `forward`, a module's own, or None where that is not known."""
+    """Return a fused function that equals `forward`, the one of the module's class, or None if none is known."""
     form = _form_of(forward)
     if form is None:
         return None
@@ -137,7 +137,7 @@ def _fused_forward(module: Any, forward: Any, wants: Callable[..., bool]) -> Cal
 
 @functools.lru_cache(maxsize=1024)
 def _form_of(forward: Any) -> str | None:
-    """By the function itself: a class whose forward is replaced is looked at again."""
+    """Return the form that a forward is written in, or None. Cached by function, as a class's forward may be replaced."""
     for reference, form in _FORMS.items():
         if _same_code(forward, reference):
             return form
@@ -145,20 +145,20 @@ def _form_of(forward: Any) -> str | None:
 
 
 def _same_code(function: Any, reference: Any) -> bool:
-    """Whether two functions do the same, by the same instructions on the same names and constants."""
+    """Return whether two functions have the same instructions, names and constants, and the first has no closure."""
     code, other = getattr(function, "__code__", None), reference.__code__
     if code is None or getattr(function, "__closure__", None):
         return False
     return (code.co_code, code.co_names, _constants(code)) == (other.co_code, other.co_names, _constants(other))
 
 
-def _constants(code: types.CodeType) -> tuple:
-    """Without the docstring, or the None that stands for it up to Python 3.13."""
+def _constants(code: types.CodeType) -> tuple[Any, ...]:
+    """Return a code's constants without its docstring, or without the None in its place up to Python 3.13."""
     consts = code.co_consts
     return consts[1:] if consts and (consts[0] is None or isinstance(consts[0], str)) else consts
 
 
-# --- What is recognised. These functions are compared with, and never called. ---------------------------------------------
+# --- Code that is recognised: these functions are only compared with, never called ---------------------------------------
 
 
 def _llama_norm(self: Any, hidden_states: Any) -> Any:
@@ -214,14 +214,14 @@ _FORMS = {
 
 
 def _rotate_half(x: Any) -> Any:
-    """As there: a docstring has a part in the code of a function."""
+    """Stand for the docstring of transformers' function: a docstring changes the bytecode."""
     x1 = x[..., : x.shape[-1] // 2]
     x2 = x[..., x.shape[-1] // 2 :]
     return torch.cat((-x2, x1), dim=-1)
 
 
 def _apply_rotary(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
-    """As there: a docstring has a part in the code of a function."""
+    """Stand for the docstring of transformers' function: a docstring changes the bytecode."""
     cos = cos.unsqueeze(unsqueeze_dim)
     sin = sin.unsqueeze(unsqueeze_dim)
     q_embed = (q * cos) + (rotate_half(q) * sin)  # type: ignore[name-defined]  # noqa: F821
@@ -229,7 +229,7 @@ def _apply_rotary(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) ->
     return q_embed, k_embed
 
 
-# --- What runs instead ----------------------------------------------------------------------------------------------------
+# --- Fused code that runs instead -----------------------------------------------------------------------------------------
 
 
 def _fused_norm(
@@ -270,7 +270,7 @@ def _fused_joint_mlp(
 
 
 def _nobody_watches(module: nn.Module) -> bool:
-    """Whether a linear map's output is in nobody's hands but the caller's: no hook or mode saw it, and its class keeps none."""
+    """Return whether only the caller gets a linear map's output: it is torch's own, and no hook or function mode sees it."""
     hooks = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks or _module._global_forward_hooks
     watched = hooks or torch._C._len_torch_function_stack()
     as_torch_has_it = (type(module), nn.Linear.forward, nn.Module.__call__) == _LINEAR and "forward" not in module.__dict__
@@ -278,7 +278,7 @@ def _nobody_watches(module: nn.Module) -> bool:
 
 
 def _activation_of(module: nn.Module) -> str | None:
-    """Its name in `streamgrad.ops.fused.ACTIVATIONS`; None for another one, and for one that hooks watch."""
+    """Return an MLP's activation by its name in `streamgrad.ops.fused.ACTIVATIONS`; None for others, and for one with hooks."""
     activation: Any = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
     kind = type(activation)
     if kind not in _ACTIVATION_NAMES or kind.__dict__["forward"] is not _ACTIVATION_FORWARDS[kind]:
@@ -301,5 +301,5 @@ _ACTIVATION_NAMES: dict[type, str] = {
     activations.GELUTanh: "gelu_tanh",
     activations.NewGELUActivation: "gelu_tanh",
 }
-# A program may put its own in their place.
+# The forwards at import time, to compare with: a program may replace them later.
 _ACTIVATION_FORWARDS = {kind: kind.__dict__["forward"] for kind in _ACTIVATION_NAMES}

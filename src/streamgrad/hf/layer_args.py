@@ -17,15 +17,15 @@ CACHE_NAMES = ("past_key_values", "layer_past", "past_key_value", "cache_params"
 
 # The axis of each per-token argument that runs over the sequence.
 _TOKEN_AXIS = {"position_ids": -1, "position_embeddings": -2, "cache_position": 0, "seq_idx": -1, "attention_mask": -1}
-# Arguments about the batch as a whole.
+# Arguments about the whole batch, which are passed uncut.
 _WHOLE = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch", "ignore_index", "shift_labels"}
 
 
 @dataclass
 class LayerArguments:
-    """One call `layer(hidden_states, **others)`; `run` makes the same call on a chunk.
+    """The arguments of one call `layer(hidden_states, **others)`, with which `run` calls the layer on a chunk.
 
-    The hidden states themselves are not held: backward keeps this object, and they may have been moved off the device by then.
+    Hidden states are not among them: backward holds this object, and by then they may have been moved off the device.
     """
 
     forward: Callable[..., Any]
@@ -35,8 +35,8 @@ class LayerArguments:
     returns_tuple: bool = False
 
     @classmethod
-    def bind(cls, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> tuple[Tensor, LayerArguments]:
-        """The hidden states of the call, and everything else."""
+    def bind(cls, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, LayerArguments]:
+        """Return the hidden states of the call, and all its other arguments."""
         names = signature_of(forward).parameters
         values = named_arguments(forward, args, kwargs)
         if len(values) < len(args) + len(kwargs):
@@ -53,9 +53,9 @@ class LayerArguments:
         return hidden_states, cls(forward, attention_mask, values, cache_name)
 
     def run(self, h_BLE: Tensor, chunk: Chunk | RecurrentChunk) -> Tensor:
-        """The layer's hidden states for one chunk; a layer that wraps them in a 1-tuple is unwrapped."""
+        """Return the layer's hidden states for one chunk, taken out of the 1-tuple that some layers return."""
         others = {name: _cut(name, value, chunk.start, chunk.stop) for name, value in self.others.items()}
-        # Layers without attention are given which tokens are padding, (B, T), and set these to zero.
+        # Recurrent layers get the padding mask, (B, T), and set padded tokens to zero.
         mask = chunk if isinstance(chunk, Chunk) else _cut("attention_mask", self.attention_mask, chunk.start, chunk.stop)
         out = self.forward(h_BLE, attention_mask=mask, **{self.cache_name: chunk}, **others)
         if isinstance(out, tuple):
@@ -68,13 +68,13 @@ class LayerArguments:
 
 
 def cache_argument(forward: Callable[..., Any]) -> str | None:
-    """The name under which a layer takes its key/value cache."""
+    """Return the name of a layer's key/value cache argument, or None if it takes none."""
     names = signature_of(forward).parameters
     return next((name for name in CACHE_NAMES if name in names), None)
 
 
 def _check_argument(name: str, value: Any) -> None:
-    """Refuse what could carry a gradient or a per-token value that would be cut wrongly."""
+    """Raise for an argument that needs a gradient, or that holds tensors which might be cut wrongly."""
     tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
     if any(tensor.requires_grad for tensor in tensors):
         raise SeamError(f"its layers take {name}, which needs a gradient that a streamed layer would not give it")

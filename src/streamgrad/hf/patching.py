@@ -1,4 +1,4 @@
-"""Putting another forward on a module, for good or for the time of one call, and reading the one that stands."""
+"""Tools that replace a module's forward, for good or for one call, and that read the current one."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _ABSENT = object()
 
 
 class InstalledForward:
-    """What stands as the `forward` of an enabled module: `function(module, stock, stream, ...)`.
+    """The `forward` of an enabled module, which calls `function(module, stock, stream, *args, **kwargs)`.
 
-    It has the stock forward's signature, which Trainer and `generate` read. The module is held, not closed over, so that copying
-    and pickling rebind it. Once removed it passes everything on to stock, for whoever has wrapped it in the meantime.
+    Its signature is the stock forward's, which Trainer and `generate` read. The module is an attribute, not a closure's variable,
+    so that copying and pickling rebind it. Once removed, it calls `stock`: another library may have wrapped it in the meantime.
     """
 
     def __init__(self, module: nn.Module, function: Callable[..., Any], stream: Any) -> None:
@@ -57,7 +57,7 @@ class InstalledForward:
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if args and args[0] is self.module:  # Accelerate, when it unwraps a model, makes a method of whatever it finds
+        if args and args[0] is self.module:  # Accelerate binds it as a method when it unwraps a model
             args = args[1:]
         if self.stream is None:
             return self.stock(*args, **kwargs)
@@ -65,13 +65,13 @@ class InstalledForward:
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
-    """The module's forward as it stands now; read at the call, since other libraries patch it in the meantime."""
+    """Return the module's current forward. Read it at each call: other libraries patch it between calls."""
     own = module.__dict__.get("forward")
     return own if own is not None else types.MethodType(type(module).forward, module)
 
 
 def signature_of(forward: Callable[..., Any]) -> inspect.Signature:
-    """`inspect.signature`, which takes as long as launching several kernels, once for each function."""
+    """Return `inspect.signature(forward)`, cached for methods: computing it takes as long as launching several kernels."""
     if isinstance(forward, types.MethodType):
         return _signature_of_method(forward.__func__)
     return inspect.signature(forward)
@@ -82,8 +82,8 @@ def _signature_of_method(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(types.MethodType(function, object()))
 
 
-def named_arguments(forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by name."""
+def named_arguments(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name; positional ones without a name are left out."""
     parameters = signature_of(forward).parameters.items()
     names = [name for name, p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return dict(zip(names, args, strict=False)) | kwargs
@@ -91,7 +91,7 @@ def named_arguments(forward: Callable[..., Any], args: tuple, kwargs: dict[str, 
 
 @contextmanager
 def temporary_attributes(settings: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Instance attributes `(object, name, value)` for the duration of the block, removed afterwards where there were none."""
+    """Set instance attributes `(object, name, value)` within the block, then restore them or remove those that were new."""
     previous = []
     try:
         for owner, name, value in settings:
@@ -102,11 +102,11 @@ def temporary_attributes(settings: Iterable[tuple[Any, str, Any]]) -> Iterator[N
     finally:
         for attributes, name, value in reversed(previous):
             if value is _ABSENT:
-                attributes.pop(name, None)  # which someone inside the block may have removed
+                attributes.pop(name, None)  # code inside the block may have removed it
             else:
                 attributes[name] = value
 
 
 def temporary_attribute(owner: Any, name: str, value: Any) -> AbstractContextManager[None]:
-    """One of them."""
+    """Set one instance attribute within the block, as `temporary_attributes` does."""
     return temporary_attributes([(owner, name, value)])

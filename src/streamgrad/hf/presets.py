@@ -34,7 +34,7 @@ def may_be_on_hub(name: str) -> bool:
     return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
 
 
-def check_stored(model: str | os.PathLike) -> None:
+def check_stored(model: str | os.PathLike[str]) -> None:
     """Raise for what is no path and cannot be a name on the hub."""
     if not os.path.exists(model) and not may_be_on_hub(str(model)):
         raise ValueError(
@@ -42,7 +42,7 @@ def check_stored(model: str | os.PathLike) -> None:
         )
 
 
-def check_found(model: str | os.PathLike) -> None:
+def check_found(model: str | os.PathLike[str]) -> None:
     """Raise for what is neither a preset nor a path, and cannot be a name on the hub."""
     name = str(model)
     if model not in preset_names() and not os.path.exists(model) and not ("/" in name and may_be_on_hub(name)):

@@ -1,7 +1,7 @@
 """A small copy of a model: the same class and flags, few layers, narrow widths, random weights.
 
-Of the layers, the first of each kind: a kind is what the lists of the configuration that have an entry per layer say about it
-(full or sliding attention, with or without rotary embedding, dense or experts).
+It has the first layer of each kind. A layer's kind is its entries in the configuration's lists with one entry per layer (full or
+sliding attention, with or without rotary embedding, dense or experts).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 _HEAD_SIZE, _KEY_HEADS, _MOST_LAYERS = 16, 2, 4
 
-# Sizes that go down to these, where a configuration has the name and a larger value.
+# The largest sizes of a small copy, where its configuration has these names.
 _SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
     "shared_intermediate_size": 32, "head_dim": _HEAD_SIZE, "vocab_size": 512, "num_experts": 4, "num_local_experts": 4,
@@ -24,7 +24,7 @@ _SIZES = {
 
 
 def reduced_config(config: PretrainedConfig) -> PretrainedConfig:
-    """A copy with small sizes; a composite model keeps its class, and its text part is reduced."""
+    """Return a copy of `config` with small sizes. A composite model keeps its class, and its text part is reduced."""
     config = copy.deepcopy(config)
     text = config.get_text_config(decoder=True)
     _reduce_heads(text)
@@ -40,10 +40,10 @@ def reduced_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _reduce_heads(text: Any) -> None:
-    """Two key heads at most, each for at most four query heads, as in the model; the width is a multiple where it must be."""
+    """Keep at most two key heads with at most four query heads each; if there is no head_dim, set the width to match."""
     heads = getattr(text, "num_attention_heads", None)
     if not isinstance(heads, int):
-        return  # not a model with attention, and refused elsewhere
+        return  # a model without attention, which is refused elsewhere
     key_heads = getattr(text, "num_key_value_heads", None)
     fewer = min(_KEY_HEADS, key_heads or heads)
     text.num_attention_heads = fewer * min(4, heads // (key_heads or heads))
@@ -53,14 +53,14 @@ def _reduce_heads(text: Any) -> None:
         text.hidden_size = _HEAD_SIZE * text.num_attention_heads
 
 
-def _per_layer(text: Any) -> dict[str, list]:
-    """The lists that have an entry for each layer."""
+def _per_layer(text: Any) -> dict[str, list[Any]]:
+    """Return, by name, the lists that have one entry per layer."""
     layers = text.num_hidden_layers
     return {name: value for name, value in vars(text).items() if isinstance(value, list) and len(value) == layers}
 
 
 def _kinds_of_layers(text: Any) -> list[int]:
-    """Indices of the first layer of each kind; two layers at least, where there are two."""
+    """Return the indices of the first layer of each kind, and at least two where there are two."""
     lists = list(_per_layer(text).values())
     first: dict[tuple[str, ...], int] = {}
     for index in range(text.num_hidden_layers):
@@ -76,7 +76,7 @@ def _keep_layers(text: Any, indices: list[int]) -> None:
 
 
 def reduced_model(config: PretrainedConfig, *, seed: int, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """With random weights, large enough that every part matters for the loss, and without dropout.
+    """Return a small copy without dropout, whose random weights are large enough for every part to matter to the loss.
 
     The same seed gives the same weights, rounded to `dtype`.
     """
@@ -87,8 +87,8 @@ def reduced_model(config: PretrainedConfig, *, seed: int, dtype: torch.dtype, de
         model = AutoModelForCausalLM.from_config(reduced, **({"attn_implementation": "eager"} if softcap else {}))
     except Exception as error:
         raise ValueError(
-            f"a small copy of this {config.model_type} model could not be built ({error}), so nothing can be said about it here. "
-            "streamgrad.enable(model) on the real one says whether it is streamed."
+            f"a small copy of this {config.model_type} model could not be built ({error}), so its gradients cannot be checked. "
+            "Call streamgrad.enable(model) on the model itself to see whether it can be streamed."
         ) from error
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

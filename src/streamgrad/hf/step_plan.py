@@ -1,4 +1,8 @@
-"""One decoder call's plan: what `StreamConfig` leaves open, decided when the first layer has shown what it costs."""
+"""The plan of one decoder call: what `StreamConfig` leaves open, decided by what layers cost and what memory there is.
+
+costs = planner.measured_costs(samples, backends, h_BTE, sharing)     a layer of each kind, run on a few tokens
+plan = planner.plan(call, costs)                                      the fastest that fits (`memory.planner`)
+"""
 
 from __future__ import annotations
 
@@ -14,129 +18,70 @@ from torch import Tensor, nn
 from streamgrad.config import StreamConfig
 from streamgrad.engine.host_offload import HostStore
 from streamgrad.engine.module_walk import modules_of, parameters_of
+from streamgrad.engine.policy import LayerPolicy
 from streamgrad.engine.ulysses import SequenceSharing
 from streamgrad.hf.discover import decoder_layers
 from streamgrad.hf.patching import InstalledForward, temporary_attribute
-from streamgrad.memory.costs import LayerCosts, LayerPolicy, Shape, embedding_parts, head_parts
+from streamgrad.memory.costs import LayerCosts
 from streamgrad.memory.device import device_memory, host_budget_bytes, segments_grow, usable_share
 from streamgrad.memory.head_chunk import SHORTEST_CHUNK
 from streamgrad.memory.measure import PROBED_TOKENS, measured_costs
-from streamgrad.memory.planner import USUAL_CHUNK, Plan, Step, choose_plan, readable, regular_chunk
+from streamgrad.memory.planner import (
+    Budget,
+    Choices,
+    HeadFacts,
+    Plan,
+    StepFacts,
+    automatic_chunk,
+    choose_plan,
+    longest_that_fits,
+    readable,
+)
 
 logger = logging.getLogger("streamgrad")
-
-# Of a budget, for a caller that does something unknown with the hidden states: its own head, its own loss.
-UNKNOWN_HEAD_SHARE = 0.2
-
-
-@dataclass(frozen=True)
-class HeadCosts:
-    """What the parts of a model outside of its layers will hold: the head while it works, the gradients it will leave, the
-    embeddings when backward reaches them, and weights that are not the decoder's."""
-
-    bytes: float
-    gradient_bytes: float
-    embedding_bytes: float
-    weight_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One layer of a kind, which can be run, as in `StreamedCall`; without a mask where it has states and no attention."""
+    """One layer of a kind, which can be run, as in `StreamedCall`; without a mask where it is recurrent and has no attention."""
 
     layer: nn.Module
     run: Callable[..., Tensor]
     mask: object
 
 
+@dataclass(frozen=True)
+class PlannedCall:
+    """A decoder call whose first layer is about to run on `h_BTE`."""
+
+    decoder: nn.Module
+    layers: list[nn.Module]
+    h_BTE: Tensor
+    head: HeadFacts | None  # None where the head is not streamed too
+    host_store: HostStore
+    sharing: SequenceSharing
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.h_BTE.device.type == "cuda"
+
+
 class Planner:
-    """Plans for one model; costs are measured once for each way it is run."""
+    """Plans for one model; costs are measured once for each way in which it is run."""
 
     def __init__(self, config: StreamConfig) -> None:
         self.config = config
         self.latest: Plan | None = None
         self._shape_with_segments: torch.Size | None = None
-        self._costs: dict[tuple, LayerCosts] = {}
+        self._costs: dict[tuple[Any, ...], LayerCosts] = {}
 
     def chunk_size(self, batch: int, sequence: int) -> int:
-        """Where no budget decides it."""
+        """Tokens of a chunk where no budget decides it."""
         given = self.config.chunk_size
-        return given if isinstance(given, int) else regular_chunk(batch, sequence, USUAL_CHUNK)
+        return given if isinstance(given, int) else automatic_chunk(batch, sequence)
 
-    def plan(
-        self,
-        decoder: nn.Module,
-        layers: list[nn.Module],
-        h_BTE: Tensor,
-        first: Sample,
-        others: Callable[[list[list[nn.Parameter]]], Iterable[Sample]],
-        backends: list,
-        head: Callable[[int], HeadCosts] | None,
-        store: HostStore,
-        sharing: SequenceSharing,
-    ) -> Plan:
-        """For a decoder whose first layer is about to run on `h_BTE`.
-
-        `others` makes a sample of each further kind of layer, told by the parameters of all.
-        """
-        config, batch, sequence = self.config, h_BTE.shape[0], h_BTE.shape[1]
-        if not self._must_measure(layers, h_BTE):
-            keep = "input" if config.keep == "auto" else config.keep
-            policies = (LayerPolicy(keep, on_host=config.offload == "host" and keep != "all"),) * len(layers)
-            self.latest = Plan(policies, (self.chunk_size(batch, sequence),) * len(layers), 0.0, 0.0)
-            return self.latest
-        kinds = [self._measured(first, backends, h_BTE, sharing)]
-        parameters = [parameters_of(layer) for layer in layers]
-        for sample in others(parameters):
-            try:
-                kinds.append(self._measured(sample, backends, h_BTE, sharing))
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:  # where layers of a kind are called with other arguments than the first
-                logger.debug("streamgrad: %s is not measured: %s", type(sample.layer).__name__, error)
-        costs = LayerCosts(*map(max, zip(*map(astuple, kinds), strict=True)))  # every layer is taken for the largest
-        on_cuda = h_BTE.device.type == "cuda"
-        held, limit = device_memory(h_BTE.device) if on_cuda else (_bytes_of(decoder), float("inf"))
-        resident = held - h_BTE.nbytes if on_cuda else held  # without the first layer's input, which is among what layers keep
-        # In round numbers, so that steps which are alike have the same plan, which then is found once.
-        budget = min(_floor(usable_share() * limit, 2**26), config.budget_bytes or float("inf"))
-        host = _floor(host_budget_bytes(held_bytes=store.total_bytes), 2**30)
-        # Ranks that share a sequence exchange as often as they run attention: all must choose the same plan.
-        resident, *missing = sharing.most(resident, -budget, -host)
-        budget, host = (-number for number in missing)
-
-        gradients = sum(p.nbytes for own in parameters for p in own if p.requires_grad and p.grad is None)
-
-        def step_of(sequence: int) -> Step:
-            hidden = h_BTE.nbytes / h_BTE.shape[1] * sequence
-            unknown = HeadCosts(2 * hidden + UNKNOWN_HEAD_SHARE * budget, 0.0, hidden)
-            ends = unknown if head is None else head(batch * sequence)
-            return Step(
-                costs=costs,
-                layers=len(layers),
-                shape=Shape(batch, sequence),
-                resident_bytes=resident if on_cuda else resident + ends.weight_bytes,
-                layer_gradient_bytes=gradients / len(layers),
-                head_bytes=ends.bytes,
-                head_gradient_bytes=ends.gradient_bytes,
-                embedding_bytes=ends.embedding_bytes,
-                leaf_bytes=hidden if h_BTE.is_leaf and h_BTE.requires_grad else 0.0,
-            )
-
-        offload = config.offload if on_cuda else "none"
-        plan, fits = self._choice(step_of(sequence), budget, host, offload, sharing.chunk_size)
-        if not fits:
-            self._refuse(step_of, sequence, plan, budget, host, offload, sharing.chunk_size)
-        if self.latest is None or plan.policies != self.latest.policies:
-            logger.debug("streamgrad: %d x %d tokens within %.1f GiB: %s", batch, sequence, budget / 2**30, plan)
-        if on_cuda and not segments_grow() and self._shape_with_segments != h_BTE.shape:
-            _give_segments(h_BTE, sum(not policy.on_host for policy in plan.policies))
-            self._shape_with_segments = h_BTE.shape
-        self.latest = plan
-        return plan
-
-    def _must_measure(self, layers: list[nn.Module], h_BTE: Tensor) -> bool:
-        """Where there is something to decide, and memory to decide it by."""
+    def must_measure(self, layers: list[nn.Module], h_BTE: Tensor) -> bool:
+        """Whether there is something to decide, and memory to decide it by."""
         config = self.config
         if config.budget_bytes is not None:
             return True
@@ -144,7 +89,31 @@ class Planner:
             return False
         return config.keep == "auto" or config.offload != "none" or config.chunk_size == "auto"
 
-    def _measured(self, sample: Sample, backends: list, h_BTE: Tensor, sharing: SequenceSharing) -> LayerCosts:
+    def plan_without_costs(self, layers: int, batch: int, sequence: int) -> Plan:
+        """What the options say by themselves; a layer keeps its input where they leave it open."""
+        config = self.config
+        keep = "input" if config.keep == "auto" else config.keep
+        policy = LayerPolicy(keep, on_host=config.offload == "host" and keep != "all")
+        plan = Plan((policy,) * layers, (self.chunk_size(batch, sequence),) * layers, 0.0, 0.0)
+        if torch.is_grad_enabled():
+            self.latest = plan
+        return plan
+
+    def measured_costs(self, samples: Iterable[Sample], backends: list[Any], h_BTE: Tensor, sharing: SequenceSharing) -> LayerCosts:
+        """The largest costs of any sample: every layer is taken for the largest. The first sample must be measurable."""
+        kinds: list[LayerCosts] = []
+        for sample in samples:
+            try:
+                kinds.append(self._measured(sample, backends, h_BTE, sharing))
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:  # where layers of a kind are called with other arguments than the first
+                if not kinds:
+                    raise
+                logger.debug("streamgrad: %s is not measured: %s", type(sample.layer).__name__, error)
+        return LayerCosts(*map(max, zip(*map(astuple, kinds), strict=True)))
+
+    def _measured(self, sample: Sample, backends: list[Any], h_BTE: Tensor, sharing: SequenceSharing) -> LayerCosts:
         layer, recurrent = sample.layer, sample.mask is None
         trainable = tuple((parameter.requires_grad, parameter.shape) for parameter in parameters_of(layer))
         autocast = torch.is_autocast_enabled(h_BTE.device.type) and torch.get_autocast_dtype(h_BTE.device.type)
@@ -155,48 +124,75 @@ class Planner:
             self._costs[key] = LayerCosts(*sharing.most(*astuple(measured)))
         return self._costs[key]
 
-    def _refuse(
-        self,
-        step_of: Callable[[int], Step],
-        sequence: int,
-        plan: Plan,
-        budget: float,
-        host: float,
-        offload: str,
-        dealt: int | None,
-    ) -> None:
-        """Before the step starts, where the user has named the limit; else the device has the last word."""
-        shape = step_of(sequence).shape
-        if plan.host_bytes > host:
+    def plan(self, call: PlannedCall, costs: LayerCosts) -> Plan:
+        """Return the fastest plan within the memory that there is now; raise `ValueError` where the user's own limit is too low."""
+        batch, sequence = call.h_BTE.shape[:2]
+        resident, budget = self._memory_now(call)
+        facts = _step_facts(call, costs, resident, budget)
+        choices = self._choices(call)
+        plan, fits = choose_plan(facts.at(sequence), choices, budget)
+        if not fits:
+            self._refuse(facts, sequence, plan, choices, budget)
+        if self.latest is None or plan.policies != self.latest.policies:
+            logger.debug("streamgrad: %d x %d tokens within %.1f GiB: %s", batch, sequence, budget.device_bytes / 2**30, plan)
+        if call.on_cuda and not segments_grow() and self._shape_with_segments != call.h_BTE.shape:
+            _give_segments(call.h_BTE, sum(not policy.on_host for policy in plan.policies))
+            self._shape_with_segments = call.h_BTE.shape
+        self.latest = plan
+        return plan
+
+    def _choices(self, call: PlannedCall) -> Choices:
+        config = self.config
+        given = config.chunk_size if isinstance(config.chunk_size, int) else None
+        # Tokens that ranks share lie in the order of their chunks.
+        return Choices(config.keep, config.offload if call.on_cuda else "none", given or call.sharing.chunk_size)
+
+    def _memory_now(self, call: PlannedCall) -> tuple[float, Budget]:
+        """Bytes that are on the device already, and what a step may use.
+
+        In round numbers, so that steps which are alike have the same plan, which then is found once.
+        """
+        held, limit = device_memory(call.h_BTE.device) if call.on_cuda else (_bytes_of(call.decoder), float("inf"))
+        resident = held - call.h_BTE.nbytes if call.on_cuda else held  # the first layer's input is among what layers keep
+        device = min(_floor(usable_share() * limit, 2**26), self.config.budget_bytes or float("inf"))
+        host = _floor(host_budget_bytes(held_bytes=call.host_store.total_bytes), 2**30)
+        # Ranks that share a sequence exchange as often as they run attention: all must choose the same plan.
+        resident, *missing = call.sharing.most(resident, -device, -host)
+        return resident, Budget(-missing[0], -missing[1])
+
+    def _refuse(self, facts: StepFacts, sequence: int, plan: Plan, choices: Choices, budget: Budget) -> None:
+        """Raise before the step starts where the user has named the limit; else the device has the last word."""
+        shape = facts.at(sequence).shape
+        if plan.host_bytes > budget.host_bytes:
             raise ValueError(
-                f"offload='host' needs {readable(plan.host_bytes)} of host memory for {shape}, and "
-                f"{readable(host)} are available to this process. Pass offload='auto', keep='input', or a shorter sequence."
+                f"offload='host' needs {readable(plan.host_bytes)} of host memory for {shape}, and {readable(budget.host_bytes)} "
+                "are available to this process. Pass offload='auto', keep='input', or a shorter sequence."
             )
-        if self.config.budget_bytes is None or plan.peak_bytes <= budget:
+        if self.config.budget_bytes is None or plan.peak_bytes <= budget.device_bytes:
             return
-        # By bisection, to a percent or so.
-        longest, too_long = 0, sequence
-        while too_long - longest > max(1, too_long // 128):
-            middle = (longest + too_long) // 2
-            _, fits = self._choice(step_of(middle), budget, host, offload, dealt)
-            longest, too_long = (middle, too_long) if fits else (longest, middle)
+        longest = longest_that_fits(facts, sequence, choices, budget)
         raise ValueError(
             f"memory_budget={self.config.memory_budget!r} cannot hold {shape}: about "
             f"{readable(plan.peak_bytes)} are needed ({plan}). "
             + (f"About {longest} tokens a sequence would fit." if longest else "Not even a short sequence would fit.")
         )
 
-    def _choice(self, step: Step, budget: float, host: float, offload: str, dealt: int | None) -> tuple[Plan, bool]:
-        """`dealt` is the size of chunks where ranks share a sequence: their tokens lie in the order of these."""
-        config = self.config
-        return choose_plan(
-            step,
-            keep=config.keep,
-            offload=offload,
-            chunk_size=config.chunk_size if isinstance(config.chunk_size, int) else dealt,
-            budget_bytes=budget,
-            host_budget_bytes=host,
-        )
+
+def _step_facts(call: PlannedCall, costs: LayerCosts, resident: float, budget: Budget) -> StepFacts:
+    h_BTE = call.h_BTE
+    trained = [p for layer in call.layers for p in parameters_of(layer) if p.requires_grad and p.grad is None]
+    return StepFacts(
+        costs=costs,
+        layers=len(call.layers),
+        rows=h_BTE.shape[0],
+        position_bytes=h_BTE.nbytes / h_BTE.shape[1],
+        # Off CUDA nothing counts what is on the device, so that the head's weights are not among it.
+        resident_bytes=resident + (0.0 if call.on_cuda or call.head is None else call.head.weight_bytes),
+        gradient_bytes=sum(parameter.nbytes for parameter in trained),
+        input_is_leaf=h_BTE.is_leaf and h_BTE.requires_grad,
+        head=call.head,
+        budget_bytes=budget.device_bytes,
+    )
 
 
 def _give_segments(h_BTE: Tensor, count: int) -> None:
@@ -224,41 +220,37 @@ def _bytes_of(module: nn.Module) -> float:
 @contextmanager
 def head_known_to_decoder(model: Any, head: nn.Module, *, tokens: int, config: StreamConfig) -> Iterator[None]:
     """Within the block, the plan of the model's decoder knows what `head`, streamed over `tokens` tokens or fewer, will hold."""
-    decoder = model.get_decoder()
-    installed = InstalledForward.on(decoder)
+    installed = InstalledForward.on(model.get_decoder())
     if installed is None:
         yield
         return
-    # Not `.weight`: ZeRO-3 gathers what is read outside of its module's call, for the whole step.
-    embedding = next(model.get_input_embeddings().parameters())
-    tied = any(parameter is embedding for parameter in head.parameters())
-    outside = {
-        parameter: parameter.nbytes
-        for module in modules_of(model, but_for=decoder_layers(decoder))
-        for parameter in module._parameters.values()
-        if parameter is not None and parameter.requires_grad and parameter is not embedding and parameter.grad is None
-    }
-    width = getattr(head, "in_features", embedding.shape[-1])
-    dense = embedding.nbytes if embedding.requires_grad else 0
-    # Where it is also the embeddings', autograd holds the head's gradient until theirs is there, whatever was there before.
-    gradient_bytes = sum(outside.values()) + (dense if tied else 0)
-
-    def costs(hidden: int) -> HeadCosts:
-        """Of as many hidden states; there are no more targets than those."""
-        itemsize = embedding.element_size()
-        at = embedding_parts(hidden, width * itemsize, width_sum_bytes=max(4, itemsize) * width, dense_bytes=dense)
-        at_work = _head_bytes(head, min(tokens, hidden), config.head_chunk_size)
-        return HeadCosts(at_work, gradient_bytes, sum(at.values()), 0.0 if tied else _bytes_of(head))
-
-    with temporary_attribute(installed.stream, "head", costs):
+    with temporary_attribute(installed.stream, "head", head_facts(model, head, tokens=tokens, chunk_size=config.head_chunk_size)):
         yield
 
 
-def _head_bytes(head: nn.Module, tokens: int, chunk_size: int | str) -> float:
-    weight = next(head.parameters())
-    # By its attributes where it has them: an engine may have taken the weight away and left an empty tensor.
-    width, vocabulary = getattr(head, "in_features", weight.shape[-1]), getattr(head, "out_features", weight.shape[0])
-    trainable = sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
-    rows = min(tokens, chunk_size if isinstance(chunk_size, int) else SHORTEST_CHUNK)
-    itemsize = weight.element_size()
-    return sum(head_parts(tokens * width * itemsize, 2 * rows * vocabulary * itemsize, trainable, itemsize).values())
+def head_facts(model: Any, head: nn.Module, *, tokens: int, chunk_size: int | str) -> HeadFacts:
+    """Sizes of a streamed head over `tokens` targets, and the gradients that all parts outside of the layers will leave."""
+    # Not `.weight`: ZeRO-3 gathers what is read outside of its module's call, for the whole step.
+    embedding, weight = next(model.get_input_embeddings().parameters()), next(head.parameters())
+    tied = any(parameter is embedding for parameter in head.parameters())
+    outside = {
+        parameter: parameter.nbytes
+        for module in modules_of(model, but_for=decoder_layers(model.get_decoder()))
+        for parameter in module._parameters.values()
+        if parameter is not None and parameter.requires_grad and parameter is not embedding and parameter.grad is None
+    }
+    dense = embedding.nbytes if embedding.requires_grad else 0
+    return HeadFacts(
+        targets=tokens,
+        chunk_size=chunk_size if isinstance(chunk_size, int) else SHORTEST_CHUNK,
+        # By its attributes where it has them: an engine may have taken the weight away and left an empty tensor.
+        width=getattr(head, "in_features", weight.shape[-1]),
+        vocabulary=getattr(head, "out_features", weight.shape[0]),
+        itemsize=weight.element_size(),
+        trainable=sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad),
+        # Where the head is also the embeddings, autograd holds its gradient until theirs is there, whatever was there before.
+        gradient_bytes=sum(outside.values()) + (dense if tied else 0),
+        embedding_itemsize=embedding.element_size(),
+        embedding_gradient_bytes=dense,
+        weight_bytes=0.0 if tied else _bytes_of(head),
+    )

@@ -1,19 +1,23 @@
-"""Bytes by component at each moment of a streamed step's backward that can be its worst.
+"""What a model's layers cost, and the bytes of a layer's backward by component and phase.
 
-In the backward pass of a layer these are
+A phase is a point in time that can hold the most bytes of a step. In the backward pass of a layer these are
     the widest point of a chunk's graph    its activations and their gradients
     attention's backward                   a kernel's terms of the keys' gradients, and its workspace
     the end                                the sums of the layer's gradients, and one of them rounded
-What a layer's chunk holds at the first two is measured (`memory.measure`); what is as long as the sequence is written out here.
-`memory.planner` chooses plans by these numbers, and `streamgrad.plan` shows them.
+What a layer's chunk holds in the first two is counted: by a probe while training (`memory.measure`) or by a dry run of the model
+(`hf.dry_run`). What is as long as the sequence is written out here. `memory.planner` chooses plans by these numbers, and
+`streamgrad plan` shows them.
 
-Known limits: the allocator's fragments are not counted, nor chunks that come back from the host while the program runs ahead of
-the device, whose memory waits for it (up to 1.2 GB in the records).
+Known limits: the allocator's fragments are not counted. Nor are chunks that come back from the host while the program runs ahead
+of the device, whose memory waits for it (up to 1.2 GB in the records).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from streamgrad.engine.policy import LayerPolicy
 
 # Keys before its own that a chunk's backward looks at together; what kernels make for their keys then has a bound.
 KEYS_AT_ONCE = 32_768
@@ -27,29 +31,15 @@ Parts = dict[str, float]
 
 
 @dataclass(frozen=True)
-class LayerPolicy:
-    keep: str  # "input", "attention" or "all"
-    on_host: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.keep} on host" if self.on_host else self.keep
-
-    @property
-    def holds_attention(self) -> bool:
-        """On the device, so that keys, values and attention's output need not be made or brought again."""
-        return self.keep == "attention" and not self.on_host
-
-
-@dataclass(frozen=True)
 class LayerCosts:
-    """Bytes a token of one layer's tensors, and of its parameters as a whole."""
+    """Bytes of one layer: of its tensors, a token, and of all its gradients."""
 
     input: float
     keys_and_values: float
     key_sums: float  # of the gradients of keys and values, in the precision of sums
     attention: float  # output and log-sum-exp; as many bytes as the queries, but for the latter
     graph: float  # all that an ordinary graph saves, the input included
-    # At the largest moment of a chunk's re-run and backward, and when attention's backward has made the queries' gradient: beside
+    # In the largest phase of a chunk's re-run and backward, and when attention's backward has made the queries' gradient: beside
     # the chunk's input, its output's gradient, and keys and values.
     widest: float
     at_attention: float
@@ -59,7 +49,7 @@ class LayerCosts:
     states: float = 0.0  # of a sequence, between two chunks
 
     def kept(self, policy: LayerPolicy) -> Parts:
-        """What waits for backward, a token."""
+        """Return the bytes a token that wait for backward."""
         parts: Parts = {"kept inputs": self.input}
         if policy.keep == "attention":
             parts["kept attention"] = self.attention + self.keys_and_values
@@ -69,14 +59,57 @@ class LayerCosts:
 
     @property
     def workspace(self) -> float:
-        """Of a kernel's backward, a key: gradients of keys and values for every QUERY head, where several share a key."""
+        """Bytes a key that attention's backward takes for itself.
+
+        Where several query heads share a key, kernels make gradients of keys and values for every QUERY head.
+        """
         shared = self.keys_and_values < 1.5 * self.attention
         return 2 * self.attention if shared else 0.0
 
 
 @dataclass(frozen=True)
+class LayerProfile:
+    """Costs of one layer in bytes and in FLOPs a token, without attention's own FLOPs, which depend on the length."""
+
+    costs: LayerCosts
+    forward_flops: float
+    backward_flops: float
+    projection_flops: float  # of the part of forward that makes queries, keys and values
+    query_heads: int
+    head_size: int
+    positions: float  # bytes of what there is beside its input when it is called: positions, and all sets of rotary angles
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A model as far as memory and time are concerned. Numbers of parameters include adapters."""
+
+    layers: int
+    full_attention_layers: int  # the others have a window
+    window: int | None
+    width: int
+    vocabulary: int
+    itemsize: int
+    layer_parameters: int
+    layer_trainable: int
+    outside_parameters: int
+    outside_trainable: int
+    head_parameters: int
+    head_trainable: int
+    tied: bool
+    profile: LayerProfile  # with fused parts
+    eager: LayerProfile  # as transformers runs it
+
+    @classmethod
+    def from_dict(cls, row: dict[str, Any]) -> ModelShape:
+        """Return the shape that `dataclasses.asdict` made `row` of."""
+        profiles = {name: row[name] | {"costs": LayerCosts(**row[name]["costs"])} for name in ("profile", "eager")}
+        return cls(**row | {name: LayerProfile(**profile) for name, profile in profiles.items()})
+
+
+@dataclass(frozen=True)
 class Shape:
-    """Of a batch: `rows` sequences of `sequence` tokens. Attention's backward sees at most `keys_at_once` keys in a call."""
+    """A batch of `rows` sequences of `sequence` tokens. Attention's backward sees at most `keys_at_once` keys in a call."""
 
     rows: int
     sequence: int
@@ -91,7 +124,7 @@ class Shape:
 
 
 def layer_phases(costs: LayerCosts, shape: Shape, policy: LayerPolicy, chunk_size: int) -> dict[str, Parts]:
-    """What a layer's backward holds beside what is kept and what other layers' have left, by the name of the moment."""
+    """Return what a layer's backward holds beside what is kept and what other layers' have left, by the phase's name."""
     tokens = shape.tokens
     through: Parts = {"hidden states": 2 * tokens * costs.input}  # the gradient coming in and the one going out
     if policy.keep == "all":
@@ -109,19 +142,19 @@ def layer_phases(costs: LayerCosts, shape: Shape, policy: LayerPolicy, chunk_siz
         through = sum_of(through, {"chunk activations": 2 * chunk * kept, "keys and values": tokens * brought})
     made = 0.0 if policy.keep == "input" else costs.attention  # part of a chunk's graph that is kept, or has been brought
     sums = costs.gradients if whole else costs.gradient_sums
-    moments = {
+    phases = {
         "the widest point": {"chunk activations": chunk * (costs.widest - made), "gradients": sums},
         "attention": sum_of(_attention_terms(costs, shape, chunk, made), {"gradients": sums}),
         "the end": {"gradients": sums + (0.0 if whole else costs.largest_gradient)},
     }
-    return {name: sum_of(through, {"keys and values": keys}, parts) for name, parts in moments.items()}
+    return {name: sum_of(through, {"keys and values": keys}, parts) for name, parts in phases.items()}
 
 
 def _attention_terms(costs: LayerCosts, shape: Shape, chunk: int, made: float) -> Parts:
-    """What the last call of attention's backward for the last chunk leaves beside what was there.
+    """Return what the last call of attention's backward for the last chunk leaves beside what was there.
 
-    Its terms of the keys' gradients; the queries', one for each of its two pieces (the keys before the chunk, and its own) and,
-    after earlier calls, their sum.
+    These are its terms of the keys' gradients, and the queries' gradients: one for each of its two pieces (the keys before the
+    chunk, and its own) and, after earlier calls, their sum.
     """
     before, at_once = shape.tokens - chunk, shape.rows * shape.keys_at_once
     calls = -(-before // max(1, at_once))
@@ -135,10 +168,10 @@ def _attention_terms(costs: LayerCosts, shape: Shape, chunk: int, made: float) -
 
 
 def head_parts(hidden_bytes: float, logit_bytes: float, trainable: int, itemsize: int) -> Parts:
-    """While the head works.
+    """Return what the head holds while it works.
 
-    The last layer's output, the normed hidden states and their gradient; the sum of the weight's gradient, in fp32 at least; and
-    a chunk of logits or, at the end, that sum rounded.
+    There are the last layer's output, the normed hidden states and their gradient; the sum of the weight's gradient, in fp32 at
+    least; and a chunk of logits or, at the end, that sum rounded.
     """
     return {
         "hidden states": 3 * hidden_bytes,
@@ -148,16 +181,18 @@ def head_parts(hidden_bytes: float, logit_bytes: float, trainable: int, itemsize
 
 
 def embedding_parts(tokens: int, token_bytes: float, *, width_sum_bytes: float, dense_bytes: float) -> Parts:
-    """Where backward reaches the embeddings: the gradient that arrives there, and theirs, which is as large as the vocabulary.
+    """Return what backward holds where it reaches the embeddings.
 
-    To make it, torch sums rows of equal ids in fp32, at most ten together: it has room for a sum of every id that there may be,
-    and for one more for every ten tokens.
+    There are the gradient that arrives, and the embeddings' own, which is as large as the vocabulary. To make that, torch sums
+    rows of equal ids in fp32, at most ten together: it has room for a sum of every id that there may be, and for one more for
+    every ten tokens.
     """
     sums = (tokens / 10 + min(tokens, dense_bytes / token_bytes)) * width_sum_bytes if dense_bytes else 0.0
     return {"hidden states": tokens * token_bytes, "gradients": dense_bytes, "other": sums}
 
 
 def sum_of(*parts: Parts) -> Parts:
+    """Return the sum of each component."""
     total: Parts = {}
     for part in parts:
         for name, count in part.items():

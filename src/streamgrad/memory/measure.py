@@ -31,7 +31,7 @@ def measured_costs(
     layer: nn.Module,
     run: Callable[[Tensor, Any], Tensor],
     mask: object,
-    backends: list,
+    backends: list[Any],
     h_BTE: Tensor,
     sharing: SequenceSharing = ALONE,
     *,
@@ -108,7 +108,7 @@ class _Trial:
     layer: nn.Module
     run: Callable[[Tensor, Any], Tensor]
     mask: object
-    backends: list
+    backends: list[Any]
     sharing: SequenceSharing
     recurrent: bool
 

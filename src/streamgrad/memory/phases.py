@@ -1,8 +1,8 @@
-"""Bytes by component at each moment of a step that can be its worst.
+"""Bytes by component in each phase of a step: the points in time that can hold the most.
 
 A streamed step is largest when the head works, in a layer's backward (`memory.costs`), or when it reaches the embeddings, whose
-gradient is as large as the vocabulary; a step with transformers' checkpointing when all logits exist, or in a layer's backward.
-Held to measured steps by tests/hf/test_estimate.py.
+gradient is as large as the vocabulary. A step with transformers' checkpointing is largest when all logits exist, in a layer's
+backward, or at the embeddings. tests/memory/test_phases.py tests these bytes against measured steps.
 """
 
 from __future__ import annotations
@@ -11,17 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from streamgrad.memory.costs import (
-    KEYS_AT_ONCE,
-    LayerPolicy,
-    Parts,
-    Shape,
-    embedding_parts,
-    head_parts,
-    layer_phases,
-    sum_of,
-)
-from streamgrad.memory.model_shape import ModelShape
+from streamgrad.engine.policy import LayerPolicy
+from streamgrad.memory.costs import KEYS_AT_ONCE, ModelShape, Parts, Shape, embedding_parts, head_parts, layer_phases, sum_of
 
 # Ids, labels and shifted targets, 8 bytes each.
 _TOKEN_IDS = 24
@@ -33,6 +24,8 @@ _LOGIT_BYTES = 12
 
 @dataclass(frozen=True)
 class Phase:
+    """A point in time that can hold the most bytes of a step."""
+
     name: str
     parts: Parts
 
@@ -66,31 +59,38 @@ class Workload:
 
     @property
     def always(self) -> Parts:
-        """What is there at every moment: the resident parts, token ids, and workspaces."""
+        """Return what every phase holds: the resident parts, token ids, and workspaces."""
         return sum_of(self.resident, {"other": self.tokens * _TOKEN_IDS, "workspace": _PRODUCT_WORKSPACES})
 
     @property
     def with_positions(self) -> Parts:
-        """The same, while layers are there that still need positions and rotary angles."""
+        """Return what every phase holds in which layers still need positions and rotary angles."""
         return sum_of(self.always, {"other": self.tokens * self.shape.profile.positions})
 
     def gradients(self, finished_layers: int) -> float:
-        """Of the head and of the last layers, at their final size."""
+        """Bytes of the gradients of the head and of the last layers, at their final size."""
         shape = self.shape
         return self.gradient_share * shape.itemsize * (shape.head_trainable + finished_layers * shape.layer_trainable)
 
     @property
-    def at_embeddings(self) -> Parts:
-        """Where backward reaches the embeddings, beside the gradients of the layers and the head."""
+    def embedding_gradient_bytes(self) -> float:
+        """Bytes of the embeddings' gradient. Where the head is tied to them, it exists beside the head's."""
         shape = self.shape
-        dense = shape.itemsize * (shape.head_trainable if shape.tied else shape.outside_trainable - shape.head_trainable)
-        return embedding_parts(
-            self.tokens, shape.profile.costs.input, width_sum_bytes=max(4, shape.itemsize) * shape.width, dense_bytes=dense
-        )
+        return shape.itemsize * (shape.head_trainable if shape.tied else shape.outside_trainable - shape.head_trainable)
+
+    @property
+    def at_embeddings(self) -> Parts:
+        """Return what there is where backward reaches the embeddings, beside the gradients of the layers and the head."""
+        shape = self.shape
+        sums, dense = max(4, shape.itemsize) * shape.width, self.embedding_gradient_bytes
+        return embedding_parts(self.tokens, shape.profile.costs.input, width_sum_bytes=sums, dense_bytes=dense)
 
 
 def streamed_phases(load: Workload, policies: Sequence[LayerPolicy], chunk_sizes: Sequence[int], head_rows: int) -> list[Phase]:
-    """Of a streamed step in which each layer keeps by its policy and has chunks of its size; `head_rows` is the head's chunk."""
+    """Return the phases of a streamed step in which each layer keeps by its policy and has chunks of its size.
+
+    `head_rows` is the size of the head's chunks.
+    """
     shape, tokens, costs = load.shape, load.tokens, load.shape.profile.costs
     kept = list(accumulate((_on_device(load, policy) for policy in policies), sum_of))
     # With adapters the embeddings are a leaf of the graph, made to require a gradient, and are held until backward reaches it.
@@ -99,19 +99,19 @@ def streamed_phases(load: Workload, policies: Sequence[LayerPolicy], chunk_sizes
     always = sum_of(load.with_positions, leaves)
     logits = head_rows * (shape.vocabulary * shape.itemsize + 4 * shape.width)
     head = head_parts(tokens * costs.input, logits, shape.head_trainable, shape.itemsize)
-    moments = [Phase("the head", sum_of(always, kept[-1], head))]
+    phases = [Phase("the head", sum_of(always, kept[-1], head))]
     for index, (policy, chunk_size) in enumerate(zip(policies, chunk_sizes, strict=True)):
         below = sum_of(always, kept[index], {"gradients": load.gradients(shape.layers - 1 - index)})
-        moments += [
+        phases += [
             Phase(f"{name} in backward of layer {index}", sum_of(below, parts))
             for name, parts in layer_phases(costs, load.batch, policy, chunk_size).items()
         ]
-    moments.append(_embeddings(load, sum_of(load.always, leaves)))
-    return moments
+    phases.append(_embeddings(load, sum_of(load.always, leaves)))
+    return phases
 
 
 def checkpointing_phases(load: Workload) -> list[Phase]:
-    """Of a step with transformers' gradient checkpointing and its own loss on full logits."""
+    """Return the phases of a step with transformers' gradient checkpointing and its own loss on full logits."""
     shape, tokens, costs = load.shape, load.tokens, load.shape.eager.costs
     through = {"hidden states": 2 * tokens * costs.input}
     kept = {"kept inputs": shape.layers * tokens * costs.input}
@@ -126,8 +126,13 @@ def checkpointing_phases(load: Workload) -> list[Phase]:
     ]
 
 
+def largest(phases: Sequence[Phase]) -> Phase:
+    """Return the phase that holds the most bytes."""
+    return max(phases, key=lambda phase: phase.total_bytes)
+
+
 def host_parts(load: Workload, policies: Sequence[LayerPolicy]) -> Parts:
-    """Bytes in pinned host memory."""
+    """Return what layers keep in pinned host memory."""
     return sum_of(*(_kept(load, policy) for policy in policies if policy.on_host))
 
 

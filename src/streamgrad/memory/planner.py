@@ -18,7 +18,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from streamgrad.memory.costs import LayerCosts, LayerPolicy, Shape, layer_phases
+from streamgrad.engine.policy import LayerPolicy
+from streamgrad.memory.costs import LayerCosts, Shape, embedding_parts, head_parts, layer_phases
 
 # Of the memory that is free, for fragments: where the allocator's segments can grow, and where they cannot.
 MARGIN, MARGIN_IN_FIXED_SEGMENTS = 0.05, 0.1
@@ -115,15 +116,32 @@ def regular_chunk(batch: int, sequence: int, tokens: int) -> int:
     return min(sequence, max(1, tokens // batch))
 
 
-@functools.lru_cache(maxsize=64)
-def choose_plan(
-    step: Step, *, keep: str, offload: str, chunk_size: int | None, budget_bytes: float, host_budget_bytes: float
-) -> tuple[Plan, bool]:
-    """The fastest plan within both budgets, and whether there is one; if there is none, the smallest plan there is.
+def automatic_chunk(batch: int, sequence: int) -> int:
+    """The size of a layer's chunks where nothing is known about memory."""
+    return regular_chunk(batch, sequence, USUAL_CHUNK)
 
-    `keep` and `offload` are `StreamConfig`'s; `chunk_size` is None for auto.
-    """
-    tokens = (*LARGE_CHUNKS, *SMALL_CHUNKS)
+
+@dataclass(frozen=True)
+class Choices:
+    """`keep` and `offload` as in `StreamConfig`, and the size of chunks, or None where the plan chooses it."""
+
+    keep: str
+    offload: str
+    chunk_size: int | None
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes that a step may use: on the device in all, and on the host for what layers keep."""
+
+    device_bytes: float
+    host_bytes: float
+
+
+@functools.lru_cache(maxsize=64)
+def choose_plan(step: Step, choices: Choices, budget: Budget) -> tuple[Plan, bool]:
+    """The fastest plan within the budget, and whether there is one; if there is none, the smallest plan there is."""
+    tokens, chunk_size = (*LARGE_CHUNKS, *SMALL_CHUNKS), choices.chunk_size
     descending = [chunk_size] if chunk_size else [regular_chunk(step.shape.rows, step.shape.sequence, n) for n in tokens]
     # Every layer takes the largest chunks that it has room for. What matters is which it takes at worst.
     worst_sizes = [chunk_size] if chunk_size else list(dict.fromkeys(descending[len(LARGE_CHUNKS) - 1 :]))
@@ -131,18 +149,18 @@ def choose_plan(
     @functools.cache
     def room(policy: LayerPolicy) -> list[tuple[int, float]]:
         """By the size of its chunks, from large to small: what there may be beside a layer."""
-        return [(size, budget_bytes - _worst_in_layer(step.costs, step.shape, policy, size)) for size in descending]
+        return [(size, budget.device_bytes - _worst_in_layer(step.costs, step.shape, policy, size)) for size in descending]
 
     smallest: Plan | None = None
     for size in worst_sizes:
-        for policies in _candidates(step, keep, offload, host_budget_bytes):
+        for policies in _candidates(step, choices, budget.host_bytes):
             chunks = _chunk_sizes(step, policies, size, room)
             plan = Plan(tuple(policies), chunks, predicted_peak(step, policies, chunks), host_bytes(step, policies))
-            if plan.peak_bytes <= budget_bytes and plan.host_bytes <= host_budget_bytes:
+            if plan.peak_bytes <= budget.device_bytes and plan.host_bytes <= budget.host_bytes:
                 return plan, True
-            if plan.host_bytes <= host_budget_bytes and (smallest is None or plan.peak_bytes < smallest.peak_bytes):
+            if plan.host_bytes <= budget.host_bytes and (smallest is None or plan.peak_bytes < smallest.peak_bytes):
                 smallest = plan
-    assert smallest is not None or offload == "host", "a plan without the host needs none of it"
+    assert smallest is not None or choices.offload == "host", "a plan without the host needs none of it"
     return smallest or plan, False
 
 
@@ -164,9 +182,9 @@ def _chunk_sizes(
     return tuple(on_host if policy.on_host else size for size, policy in zip(sizes, policies, strict=True))
 
 
-def _candidates(step: Step, keep: str, offload: str, host_budget_bytes: float) -> Iterator[list[LayerPolicy]]:
-    """Plans that the options allow, the fastest first."""
-    layers = step.layers
+def _candidates(step: Step, choices: Choices, host_budget_bytes: float) -> Iterator[list[LayerPolicy]]:
+    """Plans that the choices allow, the fastest first."""
+    layers, keep, offload = step.layers, choices.keep, choices.offload
     everything, attention, inputs = LayerPolicy("all"), LayerPolicy("attention"), LayerPolicy("input")
     inputs_away = LayerPolicy("input", on_host=True)
 
@@ -204,3 +222,76 @@ def _on_host(step: Step, layers: int, keep: str, host_budget_bytes: float) -> li
     # Bounded before it is a whole number: a host may have no known limit.
     with_attention = int(min(layers, max(0.0, spare / (_kept_bytes(step, attention) - _kept_bytes(step, inputs)))))
     return [inputs] * (layers - with_attention) + [attention] * with_attention
+
+
+# --- Steps of a model, by their length ------------------------------------------------------------------------------------------
+
+# Of a budget, for a caller that does something unknown with the hidden states: its own head, its own loss.
+UNKNOWN_HEAD_SHARE = 0.2
+
+
+@dataclass(frozen=True)
+class HeadFacts:
+    """Sizes of a streamed head and of the embeddings, and bytes of the gradients that they leave."""
+
+    targets: int  # tokens that the head looks at, at most
+    chunk_size: int  # tokens whose logits exist at a time
+    width: int
+    vocabulary: int
+    itemsize: int
+    trainable: int  # parameters
+    gradient_bytes: float  # that all parts outside of the layers leave, but for the embeddings'
+    embedding_itemsize: int
+    embedding_gradient_bytes: float
+    weight_bytes: float  # of the head, where they are not the decoder's
+
+    def bytes_at_work(self, tokens: int) -> float:
+        """Bytes that the head holds while it works; there are no more targets than hidden states."""
+        targets = min(self.targets, tokens)
+        logits = 2 * min(targets, self.chunk_size) * self.vocabulary * self.itemsize
+        return sum(head_parts(targets * self.width * self.itemsize, logits, self.trainable, self.itemsize).values())
+
+    def bytes_at_embeddings(self, tokens: int) -> float:
+        """Bytes where backward reaches the embeddings, beside the gradients of the layers and the head."""
+        itemsize = self.embedding_itemsize
+        sums, dense = max(4, itemsize) * self.width, self.embedding_gradient_bytes
+        return sum(embedding_parts(tokens, self.width * itemsize, width_sum_bytes=sums, dense_bytes=dense).values())
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """Everything about the memory of a step but its length; `at(sequence)` is the step of that length."""
+
+    costs: LayerCosts
+    layers: int
+    rows: int
+    position_bytes: float  # of the hidden states at one position of all rows
+    resident_bytes: float
+    gradient_bytes: float  # that all layers leave
+    input_is_leaf: bool  # whether the first layer's input is a leaf of the graph
+    head: HeadFacts | None
+    budget_bytes: float
+
+    def at(self, sequence: int) -> Step:
+        hidden, head, tokens = self.position_bytes * sequence, self.head, self.rows * sequence
+        return Step(
+            costs=self.costs,
+            layers=self.layers,
+            shape=Shape(self.rows, sequence),
+            resident_bytes=self.resident_bytes,
+            layer_gradient_bytes=self.gradient_bytes / self.layers,
+            head_bytes=2 * hidden + UNKNOWN_HEAD_SHARE * self.budget_bytes if head is None else head.bytes_at_work(tokens),
+            head_gradient_bytes=0.0 if head is None else head.gradient_bytes,
+            embedding_bytes=hidden if head is None else head.bytes_at_embeddings(tokens),
+            leaf_bytes=hidden if self.input_is_leaf else 0.0,
+        )
+
+
+def longest_that_fits(facts: StepFacts, too_long: int, choices: Choices, budget: Budget) -> int:
+    """The longest sequence, shorter than `too_long` and to a percent or so, for which there is a plan; 0 where there is none."""
+    longest = 0
+    while too_long - longest > max(1, too_long // 128):
+        middle = (longest + too_long) // 2
+        _, fits = choose_plan(facts.at(middle), choices, budget)
+        longest, too_long = (middle, too_long) if fits else (longest, middle)
+    return longest

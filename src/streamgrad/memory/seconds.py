@@ -1,9 +1,9 @@
-"""How long a step takes: FLOPs over rates or, where chunks are small, what a program takes to launch their kernels.
+"""How long a step takes: FLOPs over rates or, where chunks are small, the time that a program takes to launch their kernels.
 
 Elementwise kernels, copies to and from the host (which hide behind computation at long sequences) and communication between ranks
-are not counted, so a real step is longer: in benchmarks/results, after warming up and with chunks of 4,096 tokens and more, in
-full training by 5 to 18 per cent from 36,000 tokens on and by 29 to 44 at 6,000, with LoRA by 30 at 32,000 and by 38 to 71 at
-8,000.
+are not counted, so a real step is longer. In benchmarks/results, after warming up and with chunks of 4,096 tokens and more, steps
+of full training are longer by 5 to 18 per cent from 36,000 tokens on and by 29 to 44 at 6,000. Steps with LoRA are longer by 30
+per cent at 32,000 tokens and by 38 to 71 at 8,000.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from streamgrad.memory.costs import LayerPolicy
-from streamgrad.memory.model_shape import LayerProfile
+from streamgrad.engine.policy import LayerPolicy
+from streamgrad.memory.costs import LayerProfile
 from streamgrad.memory.phases import Workload
 
-# Of one chunk of one layer, forward and backward: the least that was seen (docs/performance.md). A layer that keeps everything
-# has one chunk, and does not run it again.
+# Seconds to launch the kernels of one chunk of one layer, forward and backward: the least that was seen (docs/performance.md). A
+# layer that keeps everything has one chunk, and does not run it again.
 _CHUNK_LAUNCHES, _KEPT_LAUNCHES = 5.4e-3, 4.4e-3
 
 
@@ -38,6 +38,8 @@ class Rates:
 
 @dataclass(frozen=True)
 class Seconds:
+    """Seconds of a step by part."""
+
     attention: float
     layers: float  # all other matrix products of the layers
     head: float
@@ -58,7 +60,7 @@ def streamed_seconds(
     head_products: int,
     reference: bool,
 ) -> Seconds:
-    """Of a streamed step: layers run forward again unless all is kept, attention only where it is not kept."""
+    """Return the time of a streamed step: layers run forward again unless all is kept, attention only where it is not kept."""
     profile, again, attention_again = load.shape.profile, 0.0, 0
     for keep, count in Counter(policy.keep for policy in policies).items():
         if keep != "all":
@@ -74,7 +76,7 @@ def streamed_seconds(
 
 
 def checkpointing_seconds(load: Workload, rates: Rates, *, head_products: int, reference: bool) -> Seconds:
-    """Of a step with gradient checkpointing: everything in the layers runs forward twice."""
+    """Return the time of a step with gradient checkpointing: everything in the layers runs forward twice."""
     again = load.shape.layers * load.shape.eager.forward_flops
     return _seconds(load, load.shape.eager, again, 1.0, rates, head_products, reference)
 
@@ -95,7 +97,7 @@ def _seconds(
 
 
 def _pairs(load: Workload) -> float:
-    """Visible pairs of one sequence, summed over the layers."""
+    """Return the number of pairs of a query and a key that it sees, in one sequence, summed over the layers."""
     shape, length = load.shape, load.sequence
     window = min(shape.window or length, length)
     windowed = window * length - window * window / 2

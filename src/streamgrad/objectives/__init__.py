@@ -1,6 +1,6 @@
-"""Losses as functions of token log-probabilities, such as `streamgrad.token_logprobs` gives; no trainer is needed.
+"""Losses as functions of token log-probabilities, such as `streamgrad.token_logprobs` returns; no trainer is needed.
 
-Names, options and defaults are those of TRL's trainers, which the tests hold them to.
+Names, options and defaults are those of TRL's trainers, against which the losses are tested.
 """
 
 from streamgrad.objectives.dpo import dpo_loss

@@ -1,4 +1,4 @@
-"""Checks that the objectives share: a wrong shape would broadcast into a wrong loss, and a wrong name must not be ignored."""
+"""Checks of the objectives' arguments: a wrong shape would broadcast into a wrong loss."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
     if value not in choices:
-        raise ValueError(f"{name}={value!r} is not a choice. Pass one of {', '.join(map(repr, choices))}.")
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 
 def check_shape(name: str, tensor: Tensor | None, like: Tensor, like_name: str) -> None:
     if tensor is not None and tensor.shape != like.shape:
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)} but {like_name} {tuple(like.shape)}: both have one entry per token. "
-            "Cut or pad them alike; the mask says which tokens count."
+            "Cut or pad them to one shape; the mask says which tokens count."
         )

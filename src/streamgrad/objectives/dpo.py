@@ -1,7 +1,7 @@
-"""Direct preference optimization: of two answers to a prompt, prefer the chosen one more than a reference model does.
+"""Direct preference optimization: prefer the chosen of two answers to a prompt more than a reference model does.
 
-Sequence values come first, `logp = sum_t log p_t` over an answer's tokens, then one loss a pair. So the gradient of every token's
-log-probability is known only after both answers have been seen; `streamgrad.token_logprobs` is differentiable at any batch size,
+Each answer has one value, `logp = sum_t log p_t` over its tokens, and each pair one loss. So the gradient of a token's
+log-probability is known only after both answers have been seen. `streamgrad.token_logprobs` is differentiable at any batch size,
 and the two answers of a pair may differ in length.
 
 Shapes: B pairs, T tokens of an answer (another T for the other answer).
@@ -22,7 +22,7 @@ from streamgrad.objectives.arguments import check_choice, check_shape
 
 @dataclass(frozen=True)
 class Pairs:
-    """What the losses are functions of; w is the chosen answer, l the rejected one."""
+    """The inputs of the losses; w is the chosen answer, l the rejected one."""
 
     logps_w: Tensor  # log pi(y_w)
     logps_l: Tensor
@@ -52,7 +52,7 @@ class Pairs:
 
     @property
     def mean_difference(self) -> Tensor:
-        """The difference of scores per token."""
+        """score_w / |y_w| - score_l / |y_l|, the difference of scores per token."""
         return self.score_w / self.length_w - self.score_l / self.length_l
 
 
@@ -71,7 +71,7 @@ def _discopop(p: Pairs) -> Tensor:
     return -logsigmoid(p.margin) * (1 - share) + torch.exp(-p.margin) * share
 
 
-# Each gives one loss a pair; the equations are in the docstring of `dpo_loss`.
+# Each returns one loss per pair; the equations are in the docstring of `dpo_loss`.
 LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     "sigmoid": lambda p: -logsigmoid(p.margin),
     "sigmoid_norm": lambda p: -logsigmoid(p.beta * p.mean_difference),
@@ -95,8 +95,8 @@ LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
 }  # fmt: skip
 
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
-# Only in a difference of scores does the partition function of another divergence cancel.
-_OF_ANY_DIVERGENCE = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
+# Losses of score differences, in which the partition function cancels for every divergence.
+_ANY_DIVERGENCE = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
 
 
 def dpo_loss(
@@ -118,7 +118,7 @@ def dpo_loss(
     chosen_log_sum_sq_probs: Tensor | None = None,
     rejected_log_sum_sq_probs: Tensor | None = None,
 ) -> Tensor:
-    """The mean over pairs of the loss named by `loss_type`; several names are added with `loss_weights` (1.0 each).
+    """Return the mean over pairs of the loss `loss_type`; several are added with `loss_weights` (default: 1.0 each).
 
     With r = log pi(y) - log pi_ref(y), s = f'(pi / pi_ref) (which is r for the reverse KL), w chosen, l rejected,
     m = beta (s_w - s_l), d = s_w / |y_w| - s_l / |y_l|, e = label_smoothing, S = sigmoid:
@@ -156,7 +156,7 @@ def dpo_loss(
     shared = torch.minimum(chosen_mask.sum(dim=1), rejected_mask.sum(dim=1))
 
     def logp(logprobs_BT: Tensor | None, mask_BT: Tensor) -> Tensor:
-        """log pi(y); 0 without a model."""
+        """Return log pi(y); 0 without a model."""
         if logprobs_BT is None:
             return torch.zeros(len(mask_BT), dtype=chosen_logprobs.dtype, device=chosen_logprobs.device)
         if ld_alpha is None:
@@ -194,17 +194,17 @@ def _check_options(names: list[str], weights: list[float], smoothing: float, div
     check_choice("f_divergence_type", divergence, DIVERGENCES)
     if len(weights) != len(names):
         raise ValueError(f"{len(weights)} loss_weights for {len(names)} losses: pass one weight for each of {names}.")
-    if divergence != "reverse_kl" and not set(names) <= _OF_ANY_DIVERGENCE:
+    if divergence != "reverse_kl" and not set(names) <= _ANY_DIVERGENCE:
         raise ValueError(
             f"f_divergence_type={divergence!r} is defined for differences of scores only, not for all of loss_type={names}. Pass "
-            f"'reverse_kl', or losses among {', '.join(sorted(_OF_ANY_DIVERGENCE))}."
+            f"'reverse_kl', or losses among {', '.join(sorted(_ANY_DIVERGENCE))}."
         )
     if "exo_pair" in names and not 0.0 < smoothing < 1.0:
-        raise ValueError(f"exo_pair takes the logarithm of label_smoothing={smoothing}. Pass one in (0, 1), such as 1e-3.")
+        raise ValueError(f"exo_pair takes the logarithm of label_smoothing={smoothing}. Pass a value in (0, 1), such as 1e-3.")
     if "robust" in names and not 0.0 <= smoothing < 0.5:
-        raise ValueError(f"robust divides by 1 - 2 * label_smoothing, with label_smoothing={smoothing}. Pass one in [0, 0.5).")
+        raise ValueError(f"robust divides by 1 - 2 * label_smoothing, got label_smoothing={smoothing}. Pass one in [0, 0.5).")
     if wpo and {"aot", "aot_unpaired"} & set(names):
-        raise ValueError("aot sorts its pairs, so weights of pairs (log_sum_sq_probs) have none to belong to. Leave them out.")
+        raise ValueError("aot sorts its pairs, so weights of pairs do not apply. Leave out the two log_sum_sq_probs.")
 
 
 def _check_answers(side: str, logprobs: Tensor, mask: Tensor, ref: Tensor | None, log_sum_sq_probs: Tensor | None) -> None:
@@ -219,13 +219,13 @@ def _check_both(name: str, chosen: Tensor | None, rejected: Tensor | None) -> No
 
 
 def _score(ratio: Tensor, divergence: str, alpha: float) -> Tensor:
-    """f'(pi / pi_ref), from the log-ratio."""
+    """Return f'(pi / pi_ref) from the log-ratio."""
     if divergence == "forward_kl":
         return 1 - torch.exp(-ratio)
     if divergence == "js_divergence":
         return math.log(2) + logsigmoid(ratio)
     if divergence == "alpha_divergence" and abs(alpha - 1.0) >= 1e-6:
-        # Beyond e^80 the score would leave fp32; there it is constant.
+        # Clamped at e^80, before fp32 overflows; beyond, the score is constant.
         return torch.expm1(((alpha - 1.0) * ratio).clamp(max=80.0)) / (alpha - 1.0)
     return ratio
 

@@ -45,7 +45,7 @@ def grpo_loss(
     vespo_k_neg: float = 3.0,
     vespo_lambda_neg: float = 2.0,
 ) -> Tensor:
-    """With A the advantage of a completion, log p_t the policy's log-probabilities, sg(.) "no gradient", and the importance ratio
+    """Return the loss `loss_type`. With A the advantage, log p_t the policy's log-probability, sg(.) "no gradient" and the ratio
 
         w_t = exp(log p_t - log p_t^old),  or at the level "sequence" (GSPO)  w = exp(mean_t(log p_t - log p_t^old))
 
@@ -71,11 +71,11 @@ def grpo_loss(
         logprobs: (B, T), by the policy, under the temperature that completions were sampled with.
         advantages: (B,), (B, 1) or (B, T).
         mask: (B, T), true for the tokens that count: not padding, and no token of a truncated completion if those are left out.
-        old_logprobs: (B, T), by the policy that sampled; None when that is this one, which makes every ratio 1.
-        ref_logprobs: (B, T), by the reference; needed when `beta` is not 0.
+        old_logprobs: (B, T), by the policy that sampled; None if it is this one, which makes every ratio 1.
+        ref_logprobs: (B, T), by the reference; needed if `beta` is not 0.
         sampling_logprobs: (B, T), by the engine that sampled, where it differs from `old_logprobs`; for the off-policy mask.
         entropy: (B, T), of each token's distribution; needed for `entropy_coef` and `top_entropy_quantile`.
-        epsilon_high: `epsilon` when None.
+        epsilon_high: `epsilon` if None.
         top_entropy_quantile: only this share of the tokens, those of the highest entropy, has a policy loss and an entropy bonus.
         off_policy_mask_threshold: completions with A < 0 whose mean log p^old - log p exceeds this have no policy loss.
     """
@@ -84,15 +84,16 @@ def grpo_loss(
     given = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs, "entropy": entropy, "mask": mask}
     for name, tensor in (given | {"sampling_logprobs": sampling_logprobs}).items():
         check_shape(name, tensor, logprobs, "logprobs")
-    for name, needed in (("ref_logprobs", beta), ("entropy", entropy_coef or top_entropy_quantile < 1.0)):
+    by_entropy = "entropy_coef or top_entropy_quantile"
+    for name, needed, by in (("ref_logprobs", beta, "beta"), ("entropy", entropy_coef or top_entropy_quantile < 1.0, by_entropy)):
         if needed and given[name] is None:
-            raise ValueError(f"{name} is None, but the loss contains it. Pass {name}, or leave out what asks for it.")
+            raise ValueError(f"{name} is None, but {by} needs it. Pass {name}, or leave out {by}.")
     if loss_type == "dr_grpo" and max_completion_length is None:
         raise ValueError("dr_grpo divides by max_completion_length, which is None. Pass the longest completion that was allowed.")
     advantages_B1 = advantages.unsqueeze(1) if advantages.ndim == 1 else advantages
     if advantages_B1.shape not in ((logprobs.shape[0], 1), logprobs.shape):
         raise ValueError(
-            f"advantages have shape {tuple(advantages.shape)}, and logprobs {tuple(logprobs.shape)}. Pass one advantage for each "
+            f"advantages have shape {tuple(advantages.shape)} but logprobs {tuple(logprobs.shape)}. Pass one advantage for each "
             "completion, or one for each token."
         )
     old_BT = logprobs.detach() if old_logprobs is None else old_logprobs
@@ -158,14 +159,14 @@ def _averaged(
 
 @torch.no_grad()
 def _gamma_weight(log_ratio_BT: Tensor, mask_BT: Tensor, k_B1: Tensor, lambda_B1: Tensor) -> Tensor:
-    """phi(W) = e^(lambda - lambda W) W^k, 1 at W = 1, of the whole sequence's ratio; log W is held in [log 1e-8, 20]."""
+    """Return phi(W) = e^(lambda - lambda W) W^k, 1 at W = 1, of each sequence's ratio W; log W is clamped to [log 1e-8, 20]."""
     log_W_B1 = (log_ratio_BT.clamp(-20.0, 20.0) * mask_BT).sum(dim=1, keepdim=True).clamp(math.log(1e-8), 20.0)
     lambda_B1 = lambda_B1.clamp(min=1e-4)
     return torch.exp(lambda_B1 + k_B1 * log_W_B1 - lambda_B1 * log_W_B1.exp()).nan_to_num(nan=0.0, posinf=0.0)
 
 
 def _most_uncertain(entropy_BT: Tensor, mask_BT: Tensor, share: float) -> Tensor:
-    """The tokens whose entropy is at least the quantile `1 - share` of all that count."""
+    """Return which tokens have at least the `1 - share` quantile of the entropies of all that count."""
     kept = entropy_BT[mask_BT.bool()]
     if not len(kept):
         return torch.zeros_like(mask_BT, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: how likely the tokens of a text are.
+"""Supervised fine-tuning: the negative log-likelihood of given tokens, and its dynamically weighted relative.
 
 Shapes: B sequences, T tokens.
 """
@@ -13,7 +13,7 @@ LOSSES = ("nll", "dft")
 
 
 def sft_loss(logprobs: Tensor, mask: Tensor, *, loss_type: str = "nll", num_items: Tensor | float | None = None) -> Tensor:
-    """With `N = num_items`, or the number of tokens in the mask:
+    """Return the loss per token. With `N = num_items`, or the number of tokens in the mask:
 
         nll    -1/N sum_t log p_t
         dft    -1/N sum_t sg(p_t) log p_t      (arXiv 2508.05629; sg: no gradient)
@@ -23,7 +23,7 @@ def sft_loss(logprobs: Tensor, mask: Tensor, *, loss_type: str = "nll", num_item
         mask: (B, T), true for the tokens that count.
         num_items: the tokens of the whole batch, where this is one micro-batch of it.
 
-    Without any token the loss is 0, with zero gradient.
+    Without any token, loss and gradient are 0.
     """
     check_choice("loss_type", loss_type, LOSSES)
     check_shape("mask", mask, logprobs, "logprobs")

@@ -1,6 +1,6 @@
-"""What autograd functions share.
+"""Helpers of the autograd functions: they refuse second derivatives and return no views.
 
-Derivatives of derivatives are refused, as a gradient computed in chunks has no graph of its own. Outputs belong to the caller.
+A gradient that is computed in chunks has no graph that could be differentiated again.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 
 
 def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """For the `backward` of an autograd function: an error where its result would be differentiated again.
+    """Wrap the `backward` of an autograd function to raise where its result would be differentiated again.
 
-    torch's `once_differentiable` raises only where the incoming gradient needs one itself; with `create_graph=True` the gradient
-    of a loss would be taken for a constant.
+    torch's `once_differentiable` raises only if the incoming gradient itself needs one; with `create_graph=True` it would take
+    the gradient of a loss for a constant.
     """
 
     @functools.wraps(backward)
@@ -33,7 +33,7 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def own(tensor: Tensor, shape: torch.Size | None = None) -> Tensor:
-    """An output in the shape that it should have, and no view: autograd lets nobody change a view from inside of a function."""
+    """Return an output in `shape` that is no view: autograd forbids callers to change a view that a function returns."""
     if shape is None and not tensor._is_view():
         return tensor
     return torch.ops.aten._unsafe_view(tensor, tensor.shape if shape is None else shape)

@@ -1,9 +1,9 @@
 """The parts of a decoder layer between its matrix products, each as one operation forward and one backward.
 
-Sums and products run in fp32 for 16-bit values (fp64 for fp64) and are rounded once, at the end. What each operation keeps for
-backward is what it was given (and one number a row for a norm): no intermediate value.
+Arithmetic is fp32 for 16-bit values (fp64 for fp64) and rounded once, at the end. For backward each operation keeps its inputs
+(and one number per row for a norm), and no intermediate value.
 
-The functions here are the reference, in torch; on a GPU the Triton kernels of `kernels` run instead.
+The functions here are the reference, in torch; on a GPU the Triton kernels of `fused_kernels` run instead.
 
 Shapes: N rows (tokens, or tokens x heads), E width of a row, B batch, H query heads, G key heads, L tokens, D head size.
 """
@@ -27,12 +27,12 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
 def _code_for(tensor: Tensor) -> Any:
-    """The module whose functions compute on this tensor: `kernels` for a GPU, else this one."""
+    """Return the module whose functions compute on this tensor: `fused_kernels` on a GPU, else this one."""
     return kernels_for(tensor, "streamgrad.ops.fused_kernels") or sys.modules[__name__]
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """Kernels read the last axis as consecutive."""
+    """Return the tensor with consecutive values along its last axis, as kernels read it."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
@@ -45,14 +45,14 @@ def _rows(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Norm:
-    """`x * rsqrt(mean(x^2) + eps)`, times `weight_offset + weight`."""
+    """The RMS norm `x * rsqrt(mean(x^2) + eps) * (weight_offset + weight)`."""
 
     eps: float
     weight_offset: float = 0.0
 
 
 def norm_forward(x_NE: Tensor, weight_E: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    """The normed rows, and the factor of each."""
+    """Return the normed rows, and the factor `rsqrt(mean(x^2) + eps)` of each."""
     wide_NE = x_NE.to(accumulator_dtype(x_NE.dtype))
     inverse_N1 = torch.rsqrt(wide_NE.square().mean(dim=-1, keepdim=True) + eps)
     out_NE = wide_NE * inverse_N1 * (weight_E.to(wide_NE.dtype) + offset)
@@ -60,7 +60,7 @@ def norm_forward(x_NE: Tensor, weight_E: Tensor, eps: float, offset: float) -> t
 
 
 def norm_backward(dout_NE: Tensor, x_NE: Tensor, inverse_N1: Tensor, weight_E: Tensor, offset: float) -> tuple[Tensor, Tensor]:
-    """Gradients of the rows, and of the weight in the precision of sums."""
+    """Return the gradients of the rows, and of the weight in its accumulator dtype."""
     wide = inverse_N1.dtype
     unit_NE = x_NE.to(wide) * inverse_N1
     dunit_NE = dout_NE.to(wide) * (weight_E.to(wide) + offset)
@@ -87,7 +87,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight_E: Tensor, norm: Norm) -> Tensor:
-    """`x * rsqrt(mean(x^2, -1) + norm.eps) * (norm.weight_offset + weight)`."""
+    """Return `x * rsqrt(mean(x^2, -1) + norm.eps) * (norm.weight_offset + weight)`."""
     return _RmsNorm.apply(x, weight_E, norm)
 
 
@@ -95,7 +95,7 @@ def rms_norm(x: Tensor, weight_E: Tensor, norm: Norm) -> Tensor:
 
 
 def _activation(gate: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Its value and its slope."""
+    """Return the value and the slope of the activation."""
     if activation == "silu":
         half = torch.sigmoid(gate)
         return gate * half, half * (1.0 + gate * (1.0 - half))
@@ -116,7 +116,7 @@ def gated_forward(gate_NE: Tensor, up_NE: Tensor, activation: str) -> Tensor:
 
 
 def gated_backward(dout_NE: Tensor, gate_NE: Tensor, up_NE: Tensor, activation: str, *, in_place: bool) -> tuple[Tensor, Tensor]:
-    """Gradients of both; with `in_place`, written over them."""
+    """Return the gradients of `gate` and `up`; with `in_place`, both are overwritten with them."""
     wide = accumulator_dtype(gate_NE.dtype)
     value_NE, slope_NE = _activation(gate_NE.to(wide), activation)
     dgate_NE, dup_NE = dout_NE.to(wide) * up_NE.to(wide) * slope_NE, dout_NE.to(wide) * value_NE
@@ -141,16 +141,16 @@ class _Gated(torch.autograd.Function):
             _rows(dout), _rows(gate.detach()), _rows(up.detach()), ctx.activation, in_place=in_place
         )
         if in_place:
-            # Whoever else has saved them for backward is told.
+            # Lets autograd raise if another function has saved them for backward.
             torch.autograd.graph.increment_version((gate, up))
         return dgate_NE.view(gate.shape), dup_NE.view(up.shape), None, None
 
 
 def gated(gate: Tensor, up: Tensor, activation: str, *, consumed: bool = False) -> Tensor:
-    """`activation(gate) * up`.
+    """Return `activation(gate) * up`.
 
-    `consumed` says that nobody else will look at `gate` and `up`: a backward pass that is their graph's last may then write their
-    gradients over them, which are the widest tensors of a layer.
+    `consumed` says that nothing else reads `gate` and `up`, the widest tensors of a layer: the last backward pass through their
+    graph may then overwrite them with their gradients.
     """
     return _Gated.apply(gate, up, activation, consumed)
 
@@ -159,13 +159,13 @@ def gated(gate: Tensor, up: Tensor, activation: str, *, consumed: bool = False) 
 
 
 def _rotate_half(x: Tensor) -> Tensor:
-    """`(-second half, first half)` of the last axis; its transpose is its negative."""
+    """Return `(-second half, first half)` of the last axis; the transpose of this map is its negative."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
 
 
 def rotate(heads: Sequence[Tensor], cos_BLD: Tensor, sin_BLD: Tensor, *, back: bool) -> list[Tensor]:
-    """`x * cos + rotate_half(x) * sin` of each, or with `back` the transpose of that map."""
+    """Return `x * cos + rotate_half(x) * sin` of each x in `heads`, or with `back` the transpose of that map."""
     wide = accumulator_dtype(heads[0].dtype)
     cos, sin = cos_BLD.to(wide).unsqueeze(1), sin_BLD.to(wide).unsqueeze(1)
     xs = [x_BHLD.to(wide) for x_BHLD in heads]
@@ -180,7 +180,7 @@ class _Rotary(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         heads = _dense(query_BHLD), _dense(key_BGLD)
         query, key = _code_for(query_BHLD).rotate(heads, _dense(cos_BLD), _dense(sin_BLD), back=False)
-        # Or a frozen projection's output would claim to need a gradient beside the other's.
+        # Otherwise the output of a frozen projection would need a gradient because the other one does.
         ctx.mark_non_differentiable(*(x for x, needed in zip((query, key), ctx.needs_input_grad[:2], strict=True) if not needed))
         return query, key
 
@@ -188,15 +188,15 @@ class _Rotary(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
         gradients: list[Tensor | None] = [None, None, None, None]
-        there = [index for index, dout in enumerate(douts) if dout is not None]
-        if there:
-            heads = [_dense(douts[index]) for index in there]
+        present = [index for index, dout in enumerate(douts) if dout is not None]
+        if present:
+            heads = [_dense(douts[index]) for index in present]
             rotated = _code_for(heads[0]).rotate(heads, *map(_dense, ctx.saved_tensors), back=True)
-            for index, dhead in zip(there, rotated, strict=True):
+            for index, dhead in zip(present, rotated, strict=True):
                 gradients[index] = dhead
         return tuple(gradients)
 
 
 def rotary(query_BHLD: Tensor, key_BGLD: Tensor, cos_BLD: Tensor, sin_BLD: Tensor) -> tuple[Tensor, Tensor]:
-    """`x * cos + rotate_half(x) * sin` of queries and keys, the same angles for every head."""
+    """Return `x * cos + rotate_half(x) * sin` of queries and keys, with the same angles for every head."""
     return _Rotary.apply(query_BHLD, key_BGLD, cos_BLD, sin_BLD)

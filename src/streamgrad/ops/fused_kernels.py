@@ -1,7 +1,7 @@
-"""The parts of a decoder layer between its matrix products as Triton kernels: fp32 in registers, one rounding at the end.
+"""Triton kernels for the parts of a decoder layer between its matrix products: fp32 in registers, one rounding at the end.
 
 They equal the torch functions of the same names in `fused`, which are their reference. Importing this module needs Triton;
-`fused` does so only for tensors on a GPU. Offsets are 64-bit: rows times width pass 2^31.
+`fused` imports it only for tensors on a GPU. Offsets are 64-bit: rows x width exceeds 2^31.
 
 Shapes: N rows, E width of a row, B batch, H and G heads, L tokens, D head size.
 """
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Elements that a program holds of each operand at a time.
+# Elements of each operand that a program holds at a time.
 TILE = 4096
 
 
@@ -34,7 +34,7 @@ def norm_forward(x_NE: Tensor, weight_E: Tensor, eps: float, offset: float) -> t
 def norm_backward(dout_NE: Tensor, x_NE: Tensor, inverse_N1: Tensor, weight_E: Tensor, offset: float) -> tuple[Tensor, Tensor]:
     rows, width = x_NE.shape
     block, tile = _row_tile(width)
-    # Each program sums the weight's gradient over the rows it goes through; what is left is a sum over programs.
+    # Each program sums the weight's gradient over its own rows; the sum over programs is taken at the end.
     programs = min(_parts(rows, tile), 8 * _processors(x_NE.device))
     dx_NE, partial = torch.empty_like(x_NE), x_NE.new_empty((programs, width), dtype=torch.float32)
     with torch.cuda.device_of(x_NE):
@@ -70,7 +70,7 @@ def gated_backward(dout_NE: Tensor, gate_NE: Tensor, up_NE: Tensor, activation: 
 
 
 def rotate(heads: Sequence[Tensor], cos_BLD: Tensor, sin_BLD: Tensor, *, back: bool) -> list[Tensor]:
-    """Each laid out in memory as (B, L, H, D), which is how projections make heads and consume them."""
+    """Return `fused.rotate` laid out in memory as (B, L, H, D), as projections make and consume heads."""
     batch, _, length, size = heads[0].shape
     outs = [x_BHLD.new_empty((batch, length, x_BHLD.shape[1], size)) for x_BHLD in heads]
     cos_BLD, sin_BLD = cos_BLD.expand(batch, -1, -1), sin_BLD.expand(batch, -1, -1)
@@ -86,7 +86,7 @@ def rotate(heads: Sequence[Tensor], cos_BLD: Tensor, sin_BLD: Tensor, *, back: b
 
 
 def scaled(total: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `sums.scaled`, of a contiguous tensor. torch's own product by a tensor of one number takes three times as long."""
+    """Return `accumulate.scaled` of a contiguous tensor; torch's product with a one-element tensor takes three times as long."""
     out = torch.empty_like(total, dtype=dtype)
     with torch.cuda.device_of(total):
         _scaled_kernel[(_parts(total.numel(), TILE),)](total, factor, out, total.numel(), BLOCK=TILE, num_warps=8)
@@ -99,19 +99,19 @@ def _processors(device: torch.device) -> int:
 
 
 def _row_tile(width: int) -> tuple[int, int]:
-    """The width of a row in memory words of a program, and how many rows it holds at a time."""
+    """Return the power of 2 that a program reserves for a row of `width`, and how many rows it holds at a time."""
     block = _power_of_2(width)
     return block, max(1, TILE // block)
 
 
-# Triton's functions for these two are made for use inside of kernels, and slow outside.
+# Triton's own versions of these two are made for use in kernels, and slow outside.
 def _power_of_2(count: int) -> int:
-    """The next one, if `count` is none."""
+    """Return the smallest power of 2 that is at least `count`."""
     return 1 << (count - 1).bit_length()
 
 
 def _parts(count: int, size: int) -> int:
-    """Of that size, the last one shorter."""
+    """Return how many parts of `size` cover `count`."""
     return -(-count // size)
 
 
@@ -160,7 +160,7 @@ def _norm_backward_kernel(
 
 @triton.jit
 def _activation(gate, ACTIVATION: tl.constexpr):
-    """Its value and its slope."""
+    """Return the value and the slope of the activation."""
     if ACTIVATION == "silu":
         half = tl.sigmoid(gate)
         return gate * half, half * (1.0 + gate * (1.0 - half))
@@ -208,7 +208,7 @@ def _rotate_kernel(
     H: tl.constexpr, G: tl.constexpr, HALF: tl.constexpr, BACK: tl.constexpr,
     H_BLOCK: tl.constexpr, G_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A token's H heads of x and G heads of y, which may be 0."""
+    """Rotate a token's H heads of x and G heads of y; G may be 0."""
     token, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     row = batch * tl.num_programs(0) + token
     column = tl.arange(0, BLOCK)[None, :]

@@ -1,4 +1,4 @@
-"""Whether Triton kernels run on a device; where they do not, torch code takes their place, with one warning."""
+"""Loads Triton kernels where they run; elsewhere torch code replaces them, with one warning."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def kernels_for(tensor: Tensor, module: str) -> ModuleType | None:
-    """The kernels in `module` where they apply to this tensor, on CUDA and up to fp32, and run; else None."""
+    """Return the kernels in `module` if they apply to this tensor (on CUDA, at most fp32) and run; else None."""
     if not tensor.is_cuda or tensor.dtype == torch.float64:
         return None
     return _loaded(module, tensor.device)
@@ -25,7 +25,7 @@ def _loaded(module: str, device: torch.device) -> ModuleType | None:
 
 @functools.cache
 def _run_on(device: torch.device) -> bool:
-    """By a trial: Triton compiles at run time and may find no compiler."""
+    """Return whether a trial kernel runs: Triton compiles at run time and may find no compiler."""
     try:
         kernels = importlib.import_module("streamgrad.ops.fused_kernels")
         trial = torch.zeros(1, 16, device=device)
@@ -35,8 +35,8 @@ def _run_on(device: torch.device) -> bool:
     except Exception as error:
         warnings.warn(
             f"streamgrad: Triton kernels do not run here ({type(error).__name__}: {error}). The head, norms, rotary embeddings "
-            "and activations are computed by torch instead: the same values, more time and memory. Installing triton and a C "
-            "compiler brings them back.",
+            "and activations are computed by torch instead: the same values, more time and memory. Install triton and a C "
+            "compiler to use the kernels.",
             UserWarning,
             stacklevel=2,
         )

@@ -5,7 +5,7 @@
     loss = model(input_ids=ids_BT, position_ids=positions_BT, labels=targets_BT, shift_labels=targets_BT).loss  # slices
     streamgrad.parallel.sequence_loss(loss, targets_BT, group).backward()
 
-`engine.ulysses` has the equations, `hf.sequence_slices` what happens to a call.
+`engine.ulysses` has the equations, `hf.sequence_slices` what happens to a call of the model.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def sequence_parallel(model: ModelT, group: dist.ProcessGroup | None) -> ModelT:
     """Let the ranks of `group` share every sequence that the enabled `model` is given in training mode.
 
     Each rank passes its slice of `input_ids` (or `inputs_embeds`), `position_ids`, `attention_mask` and `shift_labels`, in the
-    order of ranks in the group, and gets hidden states, logits and loss of its slice:
+    order of the group's ranks, and gets the hidden states, logits and loss of its slice:
 
         model(slice r) on every rank r   =   slice r of model(the whole sequence)
 
-    Backward gives each rank its part of the gradient of the sum of all ranks' losses: the SUM over ranks is the gradient.
-    `sequence_loss` makes it right for engines that average. A model without a group of its own is in the one that Accelerate's
-    `sp_size` makes, so there nothing need be called. `None` takes the model out of its group. Returns `model`.
+    Backward gives each rank its part of the gradient of the sum of all ranks' losses: the SUM over ranks is the gradient. Engines
+    that average need `sequence_loss`. A model without a group uses the one that Accelerate's `sp_size` makes, and need not call
+    this. `None` removes the model from its group. Returns `model`.
     """
     inner = unwrap(model)
     installed = InstalledForward.on(inner.get_decoder())
@@ -46,12 +46,12 @@ def sequence_parallel(model: ModelT, group: dist.ProcessGroup | None) -> ModelT:
 
 
 def sequence_loss(loss: Tensor, targets: Tensor, group: dist.ProcessGroup, *, ignore_index: int = -100) -> Tensor:
-    """The mean over the targets of a whole sequence, on every rank, from the means over slices that a model returns:
+    """Return the mean over the targets of a whole sequence, on every rank, from the model's means over slices:
 
         sum_r count_r loss_r / sum_r count_r          count_r: targets of rank r that are not `ignore_index`
 
-    Its gradient is such that the AVERAGE over ranks, which DDP, FSDP and DeepSpeed take, is the gradient of this mean.
-    `loss` may be NaN where a rank has no target, as a mean over nothing is.
+    Its gradient is scaled so that the AVERAGE over ranks, which DDP, FSDP and DeepSpeed take, is the gradient of this mean.
+    `loss` may be NaN on a rank without targets, as a mean over nothing is.
     """
     count = (targets != ignore_index).sum().to(loss.device)
     wide = loss.to(torch.promote_types(loss.dtype, torch.float32))  # 16 bits cannot count a long sequence

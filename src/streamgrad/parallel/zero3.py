@@ -1,16 +1,15 @@
 """DeepSpeed ZeRO-3: a decoder layer is gathered and released as a whole.
 
-ZeRO-3 gathers parameters by hooks on every module that has some. A streamed layer calls its modules once a chunk, and holds
-accumulators of its parameters while it runs backward: gathering has to happen around the layer, not inside it. DeepSpeed's name for a
-module that is gathered as a whole is a *leaf module*. DDP, FSDP2 and ZeRO-1/2 need nothing of the kind.
+ZeRO-3 gathers parameters by hooks on every module that has some. A streamed layer calls its modules once per chunk, and holds
+gradient accumulators of its parameters during backward: they must be gathered around the layer, not inside it. DeepSpeed calls a
+module that is gathered as a whole a *leaf module*. DDP, FSDP2 and ZeRO-1/2 need none.
 """
 
 from __future__ import annotations
 
 from typing import TypeVar
 
-from torch import nn
-
+from streamgrad.hf.deepspeed import has_zero3_hooks
 from streamgrad.hf.discover import decoder_layers, unwrap
 
 ModelT = TypeVar("ModelT")
@@ -29,15 +28,11 @@ def make_zero3_leaves(model: ModelT) -> ModelT:
     inner = unwrap(model)
     layers = decoder_layers(inner.get_decoder())
     for layer in layers:
-        if any(_has_engine_hooks(module) for module in layer.modules() if module is not layer):
+        if any(has_zero3_hooks(module) for module in layer.modules() if module is not layer):
             raise RuntimeError(
-                f"ZeRO-3 already has hooks inside {type(layer).__name__}, so it cannot become a leaf module any more. Call "
+                f"ZeRO-3 already has hooks inside {type(layer).__name__}, which cannot become a leaf module any more. Call "
                 "streamgrad.parallel.make_zero3_leaves(model) before deepspeed.initialize or accelerator.prepare."
             )
     for layer in layers:
         set_z3_leaf_module(layer, True)
     return model
-
-
-def _has_engine_hooks(module: nn.Module) -> bool:
-    return hasattr(module, "ds_id")  # DeepSpeed numbers a module when it puts its hooks on it

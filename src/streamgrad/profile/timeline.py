@@ -48,18 +48,18 @@ class Timeline:
         return {category: values[index] for category, values in self.parts.items()}
 
     def without(self, category: str) -> Timeline:
-        """The same step if `category` took nothing at all."""
+        """Return the same step with no bytes of `category`."""
         return replace(self, parts=self.parts | {category: (0,) * len(self.times)})
 
     def largest_part(self, index: int) -> str:
-        """At that point; of equal ones the first of `CATEGORIES`."""
+        """Return the category with the most bytes at that point; among equal ones, the first of `CATEGORIES`."""
         return max(CATEGORIES, key=self.at(index).__getitem__)
 
     def phase(self, index: int) -> str:
         return "forward" if self.times[index] < self.backward_at else "backward"
 
     def thinned(self, points: int) -> Timeline:
-        """The largest moment of each of `points` equal intervals of time; the peak is always among them."""
+        """Keep the largest moment of each of `points` equal intervals of time; the peak is always among them."""
         totals, end = self.totals, self.times[-1]
         largest: dict[int, int] = {}
         for index, time in enumerate(self.times):
@@ -96,7 +96,7 @@ class Ledger:
         self._backward_at: tuple[int, float] | None = None
 
     def born(self, time: float, size: int, category: str) -> int:
-        """Its number, under which it dies."""
+        """Return its number, under which it dies."""
         self._sizes.append(size)
         self._categories.append(category)
         self._events.append((time, len(self._sizes) - 1, 1))
@@ -109,14 +109,14 @@ class Ledger:
         self._categories[number] = category
 
     def step_begins(self) -> None:
-        """What was born so far was there before."""
+        """Take what was born so far as standing before the step."""
         self._step_at = len(self._events)
 
     def backward_begins(self, time: float) -> None:
         self._backward_at = len(self._events), time
 
     def timeline(self, unit: str) -> Timeline:
-        """A point for what was there before, one for the largest state of each moment of the step, and one for its end."""
+        """Return a point for what stood before the step, one for the largest state of each moment, and one for its end."""
         if self._step_at is None or self._backward_at is None:
             raise ValueError("the recorded step has no backward pass: call recorder.backward_begins() between the two passes.")
         categories = self._with_kept(self._step_at, self._backward_at[0])

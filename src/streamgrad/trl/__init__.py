@@ -1,4 +1,4 @@
-"""TRL's trainers, streamed. Needs trl: `pip install "streamgrad[trl]"`."""
+"""TRL's trainers with streamed models. They need trl: `pip install "streamgrad[trl]"`."""
 
 from streamgrad.trl.trainers import StreamDPOTrainer, StreamGRPOTrainer, StreamSFTTrainer
 

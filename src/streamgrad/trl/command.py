@@ -49,23 +49,23 @@ _STREAM_HELP = {
     "chunk_size": "tokens that a decoder layer processes at a time, or auto.",
     "head_chunk_size": "tokens whose logits exist at a time, or auto.",
     "keep": f"what a layer keeps for its backward pass: {', '.join(KEEP_POLICIES)}.",
-    "offload": f"where that waits for backward: {', '.join(OFFLOAD_PLACES)}.",
-    "attention": f"the kernel: {', '.join(ATTENTION_BACKENDS)}.",
+    "offload": f"where what is kept waits for backward: {', '.join(OFFLOAD_PLACES)}.",
+    "attention": f"the attention kernel: {', '.join(ATTENTION_BACKENDS)}.",
     "fused_kernels": f"norms, rotary embeddings and gated activations as one kernel each: {', '.join(FUSED_KERNEL_MODES)}.",
-    "memory_budget": "device memory that a step may use in all, weights included, as in 80GiB; by default what is free.",
+    "memory_budget": "device memory that a step may use, weights included, for example 80GiB; by default, what is free.",
 }
-# What is counted, from 1 on. Others check some of these, but a few wrong ones would train on nothing in silence.
+# Options that count something, from 1 on. TRL checks some of them; wrong values of others would silently train on nothing.
 _COUNTS = (
     "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "max_length", "num_generations",
     "num_iterations", "max_completion_length", "steps_per_generation", "generation_batch_size", "lora_r",
 )  # fmt: skip
 _LARGEST_COUNT = 1 << 31
-# What bounds something, and bounds nothing if it is infinite.
+# Options that may be infinite: they are bounds, and an infinite one bounds nothing.
 _BOUNDS = ("max_grad_norm", "epsilon", "epsilon_high", "delta")
 
 
 def _stream_arguments() -> type:
-    """The options of `StreamConfig` as a dataclass that TRL's parser can read."""
+    """Return the options of `StreamConfig` as a dataclass that TRL's parser can read."""
     helps = {name: {"help": f"streamgrad: {text}"} for name, text in _STREAM_HELP.items()}
     fields = [
         (option.name, str | None, dataclasses.field(default=option.default, metadata=helps[option.name]))
@@ -87,7 +87,7 @@ def _stream_config(arguments: Any) -> StreamConfig:
 
 @dataclass
 class Command:
-    """A command line, read."""
+    """A parsed command line."""
 
     objective: str
     script: Any
@@ -98,10 +98,10 @@ class Command:
 
     @classmethod
     def parse(cls, objective: str, arguments: Sequence[str], without_model: dict[str, Any] | None = None) -> Command:
-        """`arguments` as TRL's command line has them, with `--config file.yaml` or without.
+        """Parse `arguments`, the words of TRL's command line, with or without `--config file.yaml`.
 
-        `without_model` replaces defaults of TRL's where no model is named. An option that does not exist ends the program with
-        the usage and exit code 2, as one that cannot be read does.
+        `without_model` replaces TRL's defaults if no model is named. An option that does not exist or cannot be read ends the
+        program with the usage and exit code 2.
         """
         if objective not in OBJECTIVES:
             raise ValueError(f"{objective!r} is not an objective. Pass one of {', '.join(OBJECTIVES)}.")
@@ -115,7 +115,7 @@ class Command:
             description=alone and f"Without --model_name_or_path a tiny model is trained, with defaults of its own: {alone}.",
         )
         try:
-            # The model alone first: a TrainingArguments checks itself when it is made, and its defaults depend on the answer.
+            # The model's options first: the defaults of TrainingArguments, which checks itself when made, depend on them.
             only_model = TrlParser((ModelConfig,), add_help=False)
             model, others = only_model.parse_args_and_config(list(arguments), return_remaining_strings=True)
             if not {"-h", "--help"} & set(others):
@@ -131,7 +131,7 @@ class Command:
         except yaml.YAMLError as error:
             raise ValueError(f"the file given as --config is not YAML: {error}") from error
         except IndexError:
-            raise ValueError("--config is the last word. Put the name of a YAML file behind it.") from None
+            raise ValueError("--config needs a file name. Pass --config FILE.yaml.") from None
         except ZeroDivisionError as error:
             raise ValueError(
                 f"a count such as --num_generations is 0, and TRL divides by it ({error}). Pass at least 1."
@@ -140,8 +140,8 @@ class Command:
             if "bf16/gpu" not in str(error):
                 raise
             raise ValueError(
-                "bf16 is the default and needs a GPU that has it, and torch sees none. Pass --use_cpu to train on processors, or "
-                "--bf16 false."
+                "bf16 is the default and needs a GPU that supports it, but torch sees none. Pass --use_cpu to train on the CPU, "
+                "or --bf16 false."
             ) from error
         if unknown:
             parser.error(f"no such option: {' '.join(unknown)}")
@@ -158,7 +158,7 @@ class Command:
         return bool(self.script.dataset_name or self.mixture.datasets)
 
     def check_model(self) -> None:
-        """Raise, before anything is loaded, for a model that is not there or that TRL cannot load for training."""
+        """Raise, before anything is loaded, for a model that does not exist or that TRL cannot load for training."""
         name = self.model.model_name_or_path
         config = stored_config(name, revision=self.model.model_revision, trust_remote_code=self.training.trust_remote_code)
         if config.is_encoder_decoder:
@@ -180,7 +180,7 @@ class Command:
                 return get_dataset(self.mixture)
             return load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
         except (OSError, ValueError, DatasetGenerationError) as error:
-            # datasets says of a file that cannot be read only that there was an error, and keeps the error as the cause.
+            # For a file that it cannot read, datasets raises a general error, with the specific one as its cause.
             cause = error.__cause__ if type(error) is DatasetGenerationError and error.__cause__ else error
             raise ValueError(
                 f"dataset {', '.join(names)} could not be loaded: {str(cause).rstrip('.')}. Pass a directory of JSON lines, CSV "
@@ -188,7 +188,7 @@ class Command:
             ) from error
 
     def reward_funcs(self) -> list[Any]:
-        """By name from `trl.rewards`, by dotted path, or a reward model."""
+        """Return the rewards that the command names: a reward model, functions of `trl.rewards`, and dotted paths."""
         named = [_reward(name) for name in self.script.reward_funcs or []]
         model = self.script.reward_model_name_or_path
         return [model, *named] if model else named
@@ -204,30 +204,30 @@ def _check_counts(options: dict[str, Any]) -> None:
     for name in _COUNTS:
         count = options.get(name)
         if count is not None and not 1 <= count <= _LARGEST_COUNT:
-            raise ValueError(f"{name}={count} will not do: it counts something. Pass a whole number from 1 to {_LARGEST_COUNT}.")
+            raise ValueError(f"{name} must be a whole number from 1 to {_LARGEST_COUNT}, got {count}.")
 
 
 def _check_finite(options: dict[str, Any]) -> None:
     for name, value in options.items():
         for number in value if isinstance(value, list | tuple) else [value]:
             if isinstance(number, float) and not math.isfinite(number) and (math.isnan(number) or name not in _BOUNDS):
-                raise ValueError(f"{name}={value} will not do: it is not a finite number. Pass one that is.")
+                raise ValueError(f"{name} must be finite, got {value}.")
 
 
 def _check_launch(training: Any) -> None:
-    """Raise where Accelerate, having found no GPU, would leave out what a launcher was asked for, and say nothing."""
+    """Raise where Accelerate, having found no GPU, would silently leave out what its launcher was asked for."""
     started, state = int(os.environ.get("WORLD_SIZE", "1")), training.distributed_state
     for engine in ("FSDP", "DEEPSPEED"):
         asked = os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() == "true"
         if asked and state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
             raise ValueError(
-                f"the launcher was asked for {engine}, which Accelerate runs on GPUs alone, and there is none here. Without one, "
-                "launch with torchrun and pass --use_cpu: that is DDP on processors."
+                f"the launcher was asked for {engine}, which Accelerate runs on GPUs only, but torch sees none. To train with "
+                "DDP on CPUs, launch with torchrun and pass --use_cpu."
             )
     if started > state.num_processes:
         raise ValueError(
-            f"{started} processes were started and Accelerate found no GPU for them, so each would train alone. Pass --use_cpu "
-            "to train together on processors."
+            f"{started} processes were started, but Accelerate found no GPU, so each would train alone. Pass --use_cpu to train "
+            "together on CPUs."
         )
 
 
@@ -237,7 +237,8 @@ def _reward(name: str) -> Callable[..., Any]:
     module, _, function = name.rpartition(".")
     if not module:
         if name not in trl.rewards.__all__:
-            raise ValueError(f"the reward {name!r} is none of TRL's ({', '.join(trl.rewards.__all__)}), and no dotted path.")
+            known = ", ".join(trl.rewards.__all__)
+            raise ValueError(f"the reward {name!r} is not one of TRL's ({known}). Pass one of them, or a path, module.function.")
         return getattr(trl.rewards, name)
     sys.path.insert(0, os.getcwd())
     try:
@@ -251,11 +252,11 @@ def _reward(name: str) -> Callable[..., Any]:
 def train(command: Command, *, dataset: Any = None, reward_funcs: list[Any] | None = None) -> Any:
     """Train as `command` says, save to its `output_dir`, and return the trainer.
 
-    `dataset` (by split) and `reward_funcs` take the place of those that the command names.
+    `dataset`, by split, replaces the command's; `reward_funcs` are used if the command names none.
     """
     kind = OBJECTIVES[command.objective][0]
     training, model = command.training, command.model
-    if training.process_index != 0:  # the main process has the progress bars, as it has the log
+    if training.process_index != 0:  # only the main process shows progress bars, as it does the log
         datasets.disable_progress_bars()
         disable_progress_bar()
     command.check_model()
@@ -280,19 +281,20 @@ def train(command: Command, *, dataset: Any = None, reward_funcs: list[Any] | No
     except KeyError as error:
         columns = ", ".join(inputs["train_dataset"].column_names or ["unknown"])
         raise ValueError(
-            f"the dataset has the columns {columns}, and {command.objective} also needs {error}. TRL's documentation lists the "
-            "dataset format of each trainer."
+            f"the dataset has the columns {columns}, but {command.objective} also needs {error}. Add it, or rename one: TRL's "
+            "documentation lists the dataset format of each trainer."
         ) from error
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     trainer.save_model(training.output_dir)
     if training.push_to_hub:
         trainer.push_to_hub(dataset_name=command.script.dataset_name)
-    if hasattr(trainer, "end"):  # from transformers 5.18 on: as TRL's scripts do, trackers and the process group are closed
+    if hasattr(trainer, "end"):  # transformers >= 5.18: closes trackers and the process group, as TRL's scripts do
         trainer.end()
     return trainer
 
 
 def _split(dataset: Any, name: str) -> Any:
     if name not in dataset:
-        raise ValueError(f"the dataset has no split {name!r}, only {', '.join(dataset)}. Name one by --dataset_train_split.")
+        flags, splits = "--dataset_train_split or --dataset_test_split", ", ".join(dataset)
+        raise ValueError(f"the dataset has no split {name!r}, only {splits}. Name one by {flags}.")
     return dataset[name]

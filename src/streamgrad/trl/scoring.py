@@ -1,7 +1,7 @@
 """TRL's scoring contract with a streamed head: `model(..., labels=..., fused_lm_head=True)` returns token scores, never logits.
 
-TRL's trainers ask their models nothing else: policy and reference pass, old log-probabilities, evaluation and metrics all go
-through this one call, which `trl.trainer.utils.add_fused_lm_head` adds to a model in the trainer's constructor.
+TRL's trainers call their models in no other way: policy and reference pass, old log-probabilities, evaluation and metrics all go
+through this call, which `trl.trainer.utils.add_fused_lm_head` adds to a model in the trainer's constructor.
 `add_streamed_head` is that function for a model whose layers are streamed too.
 """
 
@@ -33,7 +33,7 @@ _IGNORED = -100
 
 @dataclass(frozen=True)
 class Scoring:
-    """What a trainer wants to know about each token, and how the head computes it."""
+    """The scores that a trainer needs for each token, and how the head computes them."""
 
     config: StreamConfig
     fields: tuple[str, ...]
@@ -43,10 +43,10 @@ class Scoring:
 
 
 class ScoringForward:
-    """Stands as the `forward` of a scored model: calls with `fused_lm_head=True` are scored, all others go to what stood before.
+    """The `forward` of a scored model: scores calls with `fused_lm_head=True`, and passes others to the forward before it.
 
-    As with `InstalledForward`, the module is held and not closed over, so that copying and pickling rebind it, and the
-    signature is the stock one, which Trainer and `generate` read.
+    As with `InstalledForward`, the module is an attribute, not a closure's variable, so that copying and pickling rebind it, and
+    the signature is the stock one, which Trainer and `generate` read.
     """
 
     def __init__(self, model: nn.Module, scoring: Scoring) -> None:
@@ -71,9 +71,9 @@ class ScoringForward:
     ) -> FusedCausalLMOutput:
         if shift_labels is None:
             if labels is None:
-                raise ValueError("fused_lm_head=True scores tokens, and neither labels nor shift_labels were passed. Pass one.")
-            # Position t is scored on token t + 1; the last one on nothing, and it is cut off below. Cutting the hidden states
-            # instead would copy them.
+                raise ValueError("fused_lm_head=True scores tokens, but neither labels nor shift_labels were passed. Pass one.")
+            # Position t is scored on token t + 1. The last position has no target and is cut off below: cutting the hidden
+            # states instead would copy them.
             targets_BT = nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
             length = targets_BT.shape[1] - 1
         else:
@@ -91,7 +91,7 @@ class ScoringForward:
         return FusedCausalLMOutput(loss=-scores["log_probs"].sum() / count, label_mask=mask, **scores)
 
     def _scores(self, hidden_BTE: Tensor, targets_BT: Tensor) -> dict[str, Tensor]:
-        """The scores, computed inside the head module's own call: there, engines that shard weights have gathered them."""
+        """Return the scores, computed inside the head module's own call, where engines that shard weights have gathered them."""
         scoring, outer, head = self.scoring, self.model.get_output_embeddings(), _linear_head(self.model)  # type: ignore[operator]
 
         def forward(hidden_BTE: Tensor) -> dict[str, Tensor]:
@@ -107,7 +107,7 @@ class ScoringForward:
                 limit_bytes=scoring.config.budget_bytes,
             )
 
-        # With the model split over devices, its layers may end on another one than the head's.
+        # In a model split over devices, the last layer may be on another device than the head.
         hidden_BTE = hidden_BTE.to(head.weight.device)
         with temporary_attribute(head, "forward", forward):
             if not scoring.in_float32:
@@ -117,14 +117,14 @@ class ScoringForward:
 
 
 def _linear_head(model: Any) -> nn.Linear:
-    """The linear map that makes the logits; PEFT's `modules_to_save` wraps it together with a frozen copy."""
+    """Return the linear map that makes the logits. PEFT's `modules_to_save` wraps it together with a frozen copy."""
     head = model.get_output_embeddings()
     for module in head.modules() if hasattr(head, "modules_to_save") else [head]:
         if isinstance(module, nn.Linear) and module.weight is head.weight:
             return module
     raise ValueError(
-        f"the language-modelling head is a {type(head).__name__}, and tokens are scored by a linear head alone, so that what it "
-        "adds would be left out of the loss. Take the head out of the adapter's target_modules and trainable_token_indices."
+        f"the language-modelling head is a {type(head).__name__}, but tokens are scored by a linear head only: what it adds "
+        "would be missing from the loss. Take the head out of the adapter's target_modules and trainable_token_indices."
     )
 
 
@@ -136,17 +136,17 @@ def add_streamed_head(
     cast_lm_head_to_fp32: bool = False,
     outputs: tuple[str, ...] = ("log_probs",),
 ) -> None:
-    """`trl.trainer.utils.add_fused_lm_head`, streamed: enables `model` with `stream` and lets it score tokens.
+    """Enable `model` with `stream` and let it score tokens: `trl.trainer.utils.add_fused_lm_head`, streamed.
 
     Args:
         model: a causal language model, not yet wrapped by PEFT or an engine.
-        stream: how to stream it; None leaves a model that was enabled as it is, and enables another with the defaults.
+        stream: how to stream it; None leaves a model that is enabled as it is, and enables any other with the defaults.
         temperature, cast_lm_head_to_fp32, outputs: as in TRL.
     """
     if stream is not None or not is_enabled(model):
         enable(model, stream)
     if is_deepspeed_zero3_enabled():
-        # This is the last moment: the trainer's engine is made right after its constructor.
+        # Now or never: the trainer's engine is made right after its constructor.
         make_zero3_leaves(model)
     enabled = InstalledForward.on(model)
     if enabled is None or not isinstance(enabled.stream, HeadStream):
@@ -155,7 +155,7 @@ def add_streamed_head(
         )
     logit_map = enabled.stream.logit_map
     if not temperature > 0:
-        raise ValueError(f"temperature={temperature} must be positive: logits are divided by it. 1.0 leaves it out.")
+        raise ValueError(f"temperature={temperature} must be positive: logits are divided by it. Pass 1.0 to leave it out.")
     scoring = Scoring(
         config=enabled.stream.config,
         fields=outputs,
@@ -167,10 +167,10 @@ def add_streamed_head(
 
 @contextmanager
 def streamed_head_in(trainer: type, stream: StreamConfig | None) -> Iterator[None]:
-    """Within the block, what the constructor of TRL's `trainer` calls `add_fused_lm_head` is `add_streamed_head`.
+    """Let the constructor of TRL's `trainer` call `add_streamed_head` in place of `add_fused_lm_head` within the block.
 
-    A constructor is the only place where both models exist, neither is wrapped by an engine, and nothing has been scored yet
-    (DPO scores its reference in there).
+    The constructor is the only place where both models exist, no engine has wrapped them, and nothing has been scored yet (DPO
+    scores its reference in it).
     """
     module = importlib.import_module(trainer.__module__)
     stock = getattr(module, "add_fused_lm_head", None)

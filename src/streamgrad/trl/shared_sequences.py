@@ -1,4 +1,4 @@
-"""SFT on sequences that ranks share: what Accelerate's `sp_size` (DeepSpeed Ulysses) needs of TRL's data, and of its epochs.
+"""Preparation of TRL's SFT for sequences that ranks share: batches and epochs for Accelerate's `sp_size` (DeepSpeed Ulysses).
 
 P ranks each load a batch and then train on the P batches one after the other, every rank with its slice of each.
 """
@@ -14,14 +14,14 @@ from transformers import TrainerCallback
 from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-# One entry a token, so that a slice of the sequence has a slice of it.
+# Arguments with one entry per token, which are cut together with the sequence.
 _PER_TOKEN = ("input_ids", "labels", "position_ids", "attention_mask")
 
 
 class SlicedCollator:
-    """TRL's collator for batches that are cut into P slices: a multiple of P tokens, and nothing that counts whole sequences.
+    """TRL's collator for batches that are cut into P slices: a multiple of P tokens, and only arguments with one entry per token.
 
-    What is left out (`cu_seq_lens_q` and the like, of padding-free batches) says what `position_ids` that restart say too.
+    What is left out (such as `cu_seq_lens_q` of padding-free batches) also follows from `position_ids` that restart.
     """
 
     def __init__(self, stock: DataCollatorForLanguageModeling, ranks: int) -> None:
@@ -34,27 +34,27 @@ class SlicedCollator:
 
 
 class WholeEpochs(TrainerCallback):
-    """Lets an epoch begin with its first batch.
+    """A callback that lets every epoch begin with its first batch.
 
-    DeepSpeed's loader finds out that an epoch is over when it is asked for one batch more. The Trainer counts, so it asks in the
-    next epoch, and leaves out the step that it asked for: of S steps in epochs of N batches, about S N / (N + 1) are trained.
+    DeepSpeed's loader notices the end of an epoch only when asked for one more batch. The Trainer counts batches, so it asks in
+    the next epoch, and skips the step that it asked for: in epochs of N batches it would train about S N / (N + 1) of S steps.
     """
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         loader = kwargs["train_dataloader"]
         if not loader.micro_batches:
-            with suppress(StopIteration):  # the end, at which the loader starts anew
+            with suppress(StopIteration):  # the end of the epoch, at which the loader starts anew
                 loader.refill()
 
 
 def prepare_shared_sequences(trainer: Any) -> None:
-    """Make `trainer` ready for `sp_size` > 1 where its engine was launched with that; raise where its loss cannot be shared."""
+    """Prepare `trainer` for `sp_size` > 1 if it was launched with that; raise if it is not an SFT trainer."""
     parallelism = trainer.accelerator.parallelism_config
     if parallelism is None or not parallelism.sp_enabled:
         return
     if not isinstance(trainer, SFTTrainer):
         raise ValueError(
-            f"sp_size={parallelism.sp_size} lets ranks share sequences, which TRL supports in SFT alone, and this is a "
+            f"sp_size={parallelism.sp_size} lets ranks share sequences, which TRL supports for SFT only, and this is a "
             f"{type(trainer).__name__}. Launch it with another configuration, such as that of ZeRO-3."
         )
     if isinstance(trainer.data_collator, DataCollatorForLanguageModeling):

@@ -1,7 +1,7 @@
 """TRL's trainers with streamed models: the same constructor, losses, metrics and checkpoints, plus `stream=StreamConfig(...)`.
 
-Everything a trainer does is TRL's own code. What differs is one function, which its constructor calls to let a model score tokens
-(`scoring.py`): it is called for the policy and for the reference, wherever they came from.
+A trainer runs TRL's own code, but for one function, which lets a model score tokens (`scoring.py`). The constructor calls it for
+the policy and for the reference, wherever they come from.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from streamgrad.trl.shared_sequences import prepare_shared_sequences
 
 
 class _Streamed:
-    """What the trainers share; `stock` is the trainer of TRL's that follows in the method resolution order."""
+    """The constructor that the trainers share; `stock` is TRL's trainer, which follows in the method resolution order."""
 
     stock: Any
 
@@ -27,9 +27,9 @@ class _Streamed:
         arguments = inspect.signature(self.stock.__init__).bind_partial(self, *args, **kwargs).arguments.get("args")
         if getattr(arguments, "activation_offloading", False):
             raise ValueError(
-                "activation_offloading=True moves every tensor that autograd keeps to the host, also those that a streamed layer "
-                "makes and drops within its own backward. Leave it False; what is kept is moved by "
-                'stream=StreamConfig(offload="host"), or by --offload host.'
+                "activation_offloading=True moves every tensor that autograd keeps to the host, even those that a streamed layer "
+                "makes and drops within its own backward. Set it to False. To offload what layers keep, pass "
+                'stream=StreamConfig(offload="host"), or --offload host.'
             )
         with streamed_head_in(self.stock, stream):
             super().__init__(*args, **kwargs)
@@ -54,10 +54,10 @@ class StreamSFTTrainer(_Streamed, SFTTrainer):
     Args:
         *args, **kwargs: as for [`trl.SFTTrainer`].
         stream ([`StreamConfig`], *optional*):
-            How to stream. Left out, a model that was `enable`d keeps its own configuration, and another gets the defaults.
+            How to stream. By default, a model that is enabled keeps its configuration, and any other gets the defaults.
 
-    `label_smoothing_factor`, for which TRL makes full logits in a second forward pass, is streamed as well. A `compute_loss_func`
-    or `compute_metrics` of yours is given the full logits, as TRL warns.
+    `label_smoothing_factor`, for which TRL makes full logits in a second forward pass, is streamed as well. Your own
+    `compute_loss_func` or `compute_metrics` gets full logits, as TRL warns.
     """
 
     stock = SFTTrainer
@@ -67,33 +67,34 @@ class StreamSFTTrainer(_Streamed, SFTTrainer):
         trainer: Any = self
         smoother = trainer.label_smoother
         if smoother is not None and trainer.compute_loss_func is None and self.args.loss_type == "nll":
-            # The smoothed loss is a sum over tokens like the plain one, so the head can take it: then TRL's ordinary path, which
-            # sums `log_probs`, computes what its LabelSmoother would have computed from full logits.
+            # The smoothed loss is a sum over tokens like the plain one, so the head can compute it. TRL's ordinary path, which
+            # sums `log_probs`, then gives what its LabelSmoother would compute from full logits.
             forward = unwrap(self.model).forward
             forward.scoring = replace(forward.scoring, label_smoothing=smoother.epsilon)
             trainer.label_smoother = None
 
 
 class StreamDPOTrainer(_Streamed, DPOTrainer):
-    """[`trl.DPOTrainer`] with a streamed policy and reference, be that a model of its own, the policy without its adapters, or
-    log-probabilities computed beforehand.
+    """[`trl.DPOTrainer`] with a streamed policy and reference.
+
+    The reference may be a model of its own, the policy without its adapters, or log-probabilities computed beforehand.
 
     Args:
         *args, **kwargs: as for [`trl.DPOTrainer`].
         stream ([`StreamConfig`], *optional*):
-            How to stream. Left out, a model that was `enable`d keeps its own configuration, and another gets the defaults.
+            How to stream. By default, a model that is enabled keeps its configuration, and any other gets the defaults.
     """
 
     stock = DPOTrainer
 
 
 class StreamGRPOTrainer(_Streamed, GRPOTrainer):
-    """[`trl.GRPOTrainer`] with a streamed policy and reference. Completions are generated as always, with a key/value cache.
+    """[`trl.GRPOTrainer`] with a streamed policy and reference. Completions are generated as usual, with a key/value cache.
 
     Args:
         *args, **kwargs: as for [`trl.GRPOTrainer`].
         stream ([`StreamConfig`], *optional*):
-            How to stream. Left out, a model that was `enable`d keeps its own configuration, and another gets the defaults.
+            How to stream. By default, a model that is enabled keeps its configuration, and any other gets the defaults.
     """
 
     stock = GRPOTrainer

@@ -1,4 +1,4 @@
-"""Attention kernels, one file each; `choose` picks the first that can compute a block."""
+"""Attention kernels, one file each; `choose` returns the first that can compute a block."""
 
 from __future__ import annotations
 
@@ -27,20 +27,17 @@ _ALL: tuple[Backend, ...] = (CudnnBackend(), FlashBackend(), SdpaBackend(), Eage
 
 
 def backends_named(name: str) -> list[Backend]:
-    """The candidates for `StreamConfig.attention`; a fresh list, so that a failing one can be retired for one model."""
+    """Return the kernels that `StreamConfig.attention=name` allows, in a new list: a model removes those that fail."""
     return [backend for backend in _ALL if name in ("auto", backend.name)]
 
 
 def preferred(backends: Sequence[Backend]) -> list[Backend]:
-    """In order of preference: as they stand, but flash first where FlashAttention-3 or 4 has been put in its place."""
+    """Return the kernels in order of preference: as given, but flash first if FlashAttention-3 or 4 is active."""
     return sorted(backends, key=lambda backend: flash_implementation() is not None and backend.name != "flash")
 
 
 def choose(backends: Sequence[Backend], query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Backend:
-    """The first that takes the block.
-
-    Flash goes before cuDNN while a plan of cuDNN's is not worth its price.
-    """
+    """Return the first kernel that can compute the block; flash before cuDNN while cuDNN's plan is not worth its cost."""
     backends = preferred(backends)
     refusals = {backend.name: backend.refusal(query_BHLD, key_BGSD, value_BGSD, block) for backend in backends}
     able = [backend for backend in backends if refusals[backend.name] is None]
@@ -48,26 +45,26 @@ def choose(backends: Sequence[Backend], query_BHLD: Tensor, key_BGSD: Tensor, va
         reasons = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
         raise ValueError(
             f"no attention kernel can compute this block ({reasons}). "
-            'Pass attention="auto" to streamgrad.enable to let one that can take it.'
+            'Pass attention="auto" to streamgrad.enable to allow every kernel.'
         )
     chosen = able[0]
     if [backend.name for backend in able[:2]] == ["cudnn", "flash"] and not PRICES.is_worth_a_plan(
         query_BHLD, key_BGSD, block.causal
     ):
-        refusals["cudnn"], chosen = "its plan for a shape that is new is not worth its price yet", able[1]
-    before = [f"{name}: {refusal}" for name, refusal in refusals.items() if refusal is not None]
-    _log_choice(chosen.name, block.kind, query_BHLD.dtype, query_BHLD.device.type, "; ".join(before))
+        refusals["cudnn"], chosen = "its plan for this new shape is not worth its cost yet", able[1]
+    passed_over = [f"{name}: {refusal}" for name, refusal in refusals.items() if refusal is not None]
+    _log_choice(chosen.name, block.kind, query_BHLD.dtype, query_BHLD.device.type, "; ".join(passed_over))
     return chosen
 
 
 @functools.cache
 def _log_choice(name: str, kind: str, dtype: torch.dtype, device: str, refusals: str) -> None:
-    """Once for each kind of block; the cache remembers which have been named."""
+    """Log the choice once for each kind of block: the cache remembers which were logged."""
     logger.debug("attention kernel %s for %s blocks of %s on %s (%s)", name, kind, dtype, device, refusals or "the first choice")
 
 
 def run_or_replace(backends: list[Backend], query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Attended:
-    """`forward` of the first kernel that takes the block; one that raises is taken out of `backends`, with a warning."""
+    """Run `forward` of the first kernel that can; one that raises is removed from `backends`, with a warning."""
     while True:
         backend = choose(backends, query_BHLD, key_BGSD, value_BGSD, block)
         try:

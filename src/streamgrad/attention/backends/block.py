@@ -1,10 +1,10 @@
-"""What a streamed attention kernel must offer: a block of attention forward with its log-sum-exp, and backward from it.
+"""One block of attention, and the interface of its kernels: forward with a log-sum-exp, and backward from it.
 
     scores = query @ key^T * scale (softcapped, masked);   lse = logsumexp(scores);   out = exp(scores - lse) @ value
 
-`backward` may be given the `out` and `lse` of a LARGER softmax that the block is a part of: the block's probabilities are
-exp(scores - lse) either way, and delta = rowsum(dout * out) belongs to the whole row. So a softmax may have a part outside of the
-block (a sink), and a kernel may compute a block in pieces and merge them, as ring attention does.
+`backward` may be given the `out` and `lse` of a LARGER softmax that contains the block: the block's probabilities are
+exp(scores - lse) either way, and delta = rowsum(dout * out) belongs to the whole row. So a softmax may extend beyond the block
+(a sink), and a kernel may compute a block in pieces and merge them, as ring attention does.
 
 Shapes: B batch, H query heads, G key/value heads (H a multiple of G), L queries, S keys, D head size.
 """
@@ -24,14 +24,14 @@ from streamgrad.ops.triton_support import kernels_for
 
 @dataclass(frozen=True)
 class Block:
-    """How the scores of one block are made. Which keys a query sees is said by `causal` (and `window`), or `varlen`, or `mask`.
+    """How the scores of one block are computed; `causal` (and `window`), `varlen` or `mask` says which keys a query sees.
 
     Args:
         scale: factor on query @ key^T.
-        causal: the queries are the last L of the S tokens: query i sees keys 0 .. S - L + i. (Not what torch's `is_causal`
-            means when L != S: that one hides all keys after i.)
-        window: where the block, or a segment, is causal, a query sees only the last `window` of these keys.
-        varlen: which queries of which row see which keys; a query outside of every segment sees none.
+        causal: the queries are the last L of the S tokens: query i sees keys 0 .. S - L + i. (torch's `is_causal` differs when
+            L != S: it hides all keys after i.)
+        window: in a causal block or segment, a query sees only the last `window` of these keys.
+        varlen: which queries of which row see which keys; a query in no segment sees none.
         mask: (B or 1, H or 1, L, S), boolean (True: visible) or additive; None: everything is visible.
         softcap: scores become softcap * tanh(scores / softcap).
         dropout: probability with which a weight is dropped after softmax.
@@ -51,14 +51,14 @@ class Block:
 
     @property
     def kind(self) -> str:
-        """In a word or two, for logs: "causal", "segments with a window", "mask and softcap", ..."""
+        """Short name for logs: "causal", "segments with a window", "mask and softcap", ..."""
         name = "causal" if self.causal else "dense"
         name = "segments" if self.varlen is not None else "mask" if self.mask is not None else name
         name += "" if self.window is None else " with a window"
         return name + ("" if self.softcap is None else " and softcap") + (" and dropout" if self.dropout > 0.0 else "")
 
     def of_segment(self, segment: Segment) -> Block:
-        """The block that one of the segments is by itself."""
+        """Return the block of one segment alone."""
         return replace(self, varlen=None, causal=segment.causal, window=self.window if segment.causal else None)
 
 
@@ -66,22 +66,22 @@ class Backend(Protocol):
     name: str
 
     def refusal(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> str | None:
-        """Why this kernel cannot compute the block, or None if it can."""
+        """Return why this kernel cannot compute the block, or None if it can."""
         ...
 
     def forward(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Attended:
-        """The block's output and log-sum-exp."""
+        """Return the block's output and log-sum-exp."""
         ...
 
     def backward(
         self, dout_BHLD: Tensor, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, done: Attended, block: Block
     ) -> tuple[Tensor, list[KeyGradient]]:
-        """`dquery_BHLD`, and the gradients of keys and values in one or more pieces that are to be added up."""
+        """Return `dquery_BHLD`, and the gradients of keys and values in one or more pieces to be added up."""
         ...
 
 
 def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The mask as a bias of `dtype`: 0 where visible and -inf where not, or the user's own values."""
+    """Return the mask as a bias of `dtype`: 0 where visible and -inf where hidden, or the user's own values."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:
@@ -90,7 +90,7 @@ def additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def visible_mask(block: Block, rows: int, keys: int, device: torch.device) -> Tensor | None:
-    """What hides keys, as a mask, for kernels that have nothing else; None where every query sees every key."""
+    """Return the block's mask, for kernels that take nothing else; None if every query sees every key."""
     if block.varlen is not None:
         return block.varlen.visible(keys, block.window, device)
     if not block.causal:
@@ -102,9 +102,9 @@ def visible_mask(block: Block, rows: int, keys: int, device: torch.device) -> Te
 
 
 def split_causal(block: Block, rows: int, keys: int) -> list[tuple[int, int, bool]]:
-    """A block without a mask, segments or window as pieces of it for kernels that are causal only for as many queries as keys.
+    """Split a block without mask, segments or window, for kernels that are causal only for as many queries as keys.
 
-    Keys `[first, last)` of each piece, and whether it is causal: the keys before the queries' own, and those.
+    Returns `(first, last, causal)` of each piece: a dense one over the keys before the queries' own, a causal one over those.
     """
     if not block.causal or rows == keys:
         return [(0, keys, block.causal)]
@@ -112,9 +112,9 @@ def split_causal(block: Block, rows: int, keys: int) -> list[tuple[int, int, boo
 
 
 def merge(a: Attended, b: Attended) -> Attended:
-    """Attention over the union of two sets of keys from attention over each: weights exp(lse_i - lse).
+    """Merge attention over two sets of keys into attention over their union: weights exp(lse_i - lse).
 
-    Every row sees a key in at least one of them. `a` may be overwritten.
+    Every row must see a key in at least one set. `a` may be overwritten.
     """
     kernels = kernels_for(a.out_BHLD, "streamgrad.attention.merge_kernel") if a.out_BHLD.dtype.itemsize == 2 else None
     if kernels is not None:

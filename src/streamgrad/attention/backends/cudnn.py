@@ -1,7 +1,7 @@
 """cuDNN's fused attention through torch (CUDA, 16-bit, dense or causal): the fastest kernel on Hopper GPUs.
 
-torch offers its causal mask only for as many queries as keys. The queries of a chunk over all keys so far are therefore two
-pieces, a dense one over the keys before the chunk and a causal one over its own, merged by their log-sum-exps.
+torch exposes cuDNN's causal mask only for as many queries as keys. A chunk's queries over all keys so far are therefore computed
+in two pieces, a dense one over the keys before the chunk and a causal one over its own, merged by their log-sum-exps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class CudnnBackend:
         if not torch.backends.cudnn.is_available():
             return "cuDNN is not available"
         if block.varlen is not None or block.window is not None:
-            return "torch offers it no varlen batches and no sliding window"
+            return "torch exposes neither its varlen batches nor its sliding window"
         rows, keys = query_BHLD.shape[2], key_BGSD.shape[2]
         if rows == 1 or any(last - first == 1 for first, last, _ in split_causal(block, rows, keys)):
             return "its backward does not take a single query or key"
@@ -53,7 +53,7 @@ class CudnnBackend:
                 dout_BHLD, query_BHLD, key_BGSD[:, :, first:last], value_BGSD[:, :, first:last], done.out_BHLD, lse_BHL1,
                 seed, seed, None, None, None, query_BHLD.shape[2], last - first, 0.0, causal, scale=block.scale,
             )  # fmt: skip
-            # Added in fp32 and rounded once, as torch adds 16-bit tensors.
+            # torch adds 16-bit tensors in fp32 and rounds once.
             dquery_BHLD = dquery if dquery_BHLD is None else dquery_BHLD.add_(dquery)
             pieces.append((first, last, dkey, dvalue))
         assert dquery_BHLD is not None

@@ -1,6 +1,6 @@
 """Attention written out in torch: the reference, and the only kernel with softcap and dropout.
 
-It holds (chunk x keys) scores for every head, in fp32 for 16-bit inputs; of a block of segments, those of one segment at a time. The
+It holds (chunk x keys) scores of every head, in fp32 for 16-bit inputs; with segments, those of one segment at a time. The
 R = H / G query heads that read one key head are stacked along the query axis, so keys and values are never repeated.
 """
 
@@ -21,8 +21,8 @@ class EagerBackend:
         return None
 
     def forward(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Attended:
-        if _by_cell(block):
-            return self._forward_by_cell(query_BHLD, key_BGSD, value_BGSD, block)
+        if _by_segment(block):
+            return self._forward_by_segment(query_BHLD, key_BGSD, value_BGSD, block)
         scores_BHLS, _ = _scores(query_BHLD, key_BGSD, block)
         lse_BHL = scores_BHLS.logsumexp(dim=-1)
         weights_BHLS = _probabilities(scores_BHLS, lse_BHL)
@@ -37,8 +37,8 @@ class EagerBackend:
     def backward(
         self, dout_BHLD: Tensor, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, done: Attended, block: Block
     ) -> tuple[Tensor, list[KeyGradient]]:
-        if _by_cell(block):
-            return self._backward_by_cell(dout_BHLD, query_BHLD, key_BGSD, value_BGSD, done, block)
+        if _by_segment(block):
+            return self._backward_by_segment(dout_BHLD, query_BHLD, key_BGSD, value_BGSD, done, block)
         scores_BHLS, slope_BHLS = _scores(query_BHLD, key_BGSD, block)
         dtype = scores_BHLS.dtype
         weights_BHLS = _probabilities(scores_BHLS, done.lse_BHL)
@@ -61,7 +61,7 @@ class EagerBackend:
         dkey_BGSD = dscores_stacked.mT @ _stack_heads(query_BHLD.to(dtype), key_BGSD)
         return dquery_BHLD, [(0, key_BGSD.shape[2], dkey_BGSD, dvalue_BGSD)]
 
-    def _forward_by_cell(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Attended:
+    def _forward_by_segment(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Attended:
         assert block.varlen is not None
         out_BHLD = query_BHLD.new_zeros(*query_BHLD.shape[:3], value_BGSD.shape[-1])
         lse_BHL = query_BHLD.new_full(query_BHLD.shape[:3], float("-inf"), dtype=accumulator_dtype(query_BHLD.dtype))
@@ -72,7 +72,7 @@ class EagerBackend:
             segment.of_queries(lse_BHL).copy_(done.lse_BHL)
         return Attended(out_BHLD, lse_BHL)
 
-    def _backward_by_cell(
+    def _backward_by_segment(
         self, dout_BHLD: Tensor, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, done: Attended, block: Block
     ) -> tuple[Tensor, list[KeyGradient]]:
         assert block.varlen is not None
@@ -88,19 +88,19 @@ class EagerBackend:
         return dquery_BHLD, [(0, key_BGSD.shape[2], dkey_BGSD, dvalue_BGSD)]
 
 
-def _by_cell(block: Block) -> bool:
-    """Not with dropout, whose draws are one tensor for the whole block."""
+def _by_segment(block: Block) -> bool:
+    """Return whether to compute segment by segment: not with dropout, whose draws are one tensor for the whole block."""
     return block.varlen is not None and block.dropout == 0.0
 
 
 def _stack_heads(rows_BHLX: Tensor, key_BGSD: Tensor) -> Tensor:
-    """(B, H, L, X) as (B, G, R * L, X): one matrix per key head."""
+    """Reshape (B, H, L, X) to (B, G, R * L, X): one matrix per key head."""
     batch, _, _, width = rows_BHLX.shape
     return rows_BHLX.reshape(batch, key_BGSD.shape[1], -1, width)
 
 
 def _scores(query_BHLD: Tensor, key_BGSD: Tensor, block: Block) -> tuple[Tensor, Tensor | None]:
-    """Masked scores, and d(capped)/d(uncapped) where a softcap acts."""
+    """Return the masked scores, and d(capped)/d(uncapped) if there is a softcap."""
     dtype = accumulator_dtype(query_BHLD.dtype)
     stacked = _stack_heads(query_BHLD.to(dtype), key_BGSD) @ key_BGSD.to(dtype).mT
     scores_BHLS = stacked.view(*query_BHLD.shape[:3], -1).mul_(block.scale)
@@ -116,6 +116,6 @@ def _scores(query_BHLD: Tensor, key_BGSD: Tensor, block: Block) -> tuple[Tensor,
 
 
 def _probabilities(scores_BHLS: Tensor, lse_BHL: Tensor) -> Tensor:
-    """exp(scores - lse) in place of the scores; zeros for a row that sees no key (its lse is -inf)."""
+    """Overwrite the scores with exp(scores - lse); zeros for a row that sees no key (its lse is -inf)."""
     finite_BHL1 = lse_BHL.masked_fill(lse_BHL == float("-inf"), 0.0).unsqueeze(-1)
     return scores_BHLS.sub_(finite_BHL1).exp_()

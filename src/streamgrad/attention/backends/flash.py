@@ -1,7 +1,7 @@
 """FlashAttention through torch (CUDA, 16-bit, no mask): dense and causal blocks of any shape, sliding windows, varlen batches.
 
-Which kernel that is, is torch's choice: its built-in FlashAttention-2, or what `torch.nn.attention.activate_flash_attention_impl`
-has put in its place (FlashAttention-3 or 4, where their packages are installed). All are called by the same operators.
+The kernel is torch's built-in FlashAttention-2, or what `torch.nn.attention.activate_flash_attention_impl` has put in its place
+(FlashAttention-3 or 4, if their packages are installed). All are called through the same operators.
 
 Shapes: B batch, H query heads, G key/value heads, L queries, S keys, D head size, N queries and M keys of a varlen batch.
 """
@@ -30,9 +30,9 @@ class FlashBackend:
 
     def forward(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Attended:
         if block.varlen is not None:
-            return _ragged_forward(query_BHLD, key_BGSD, value_BGSD, block)
+            return _varlen_forward(query_BHLD, key_BGSD, value_BGSD, block)
         query, key, value = (tensor.transpose(1, 2) for tensor in (query_BHLD, key_BGSD, value_BGSD))
-        # Below scaled_dot_product_attention, is_causal is aligned as `Block.causal` is: at the last query and the last key.
+        # Unlike scaled_dot_product_attention, this operator aligns is_causal at the last query and key, as `Block.causal` does.
         out_BLHD, lse_BHL, *_ = aten._flash_attention_forward(
             query, key, value, None, None, query.shape[1], key.shape[1], 0.0, block.causal, False, **_options(block, block.causal)
         )
@@ -42,7 +42,7 @@ class FlashBackend:
         self, dout_BHLD: Tensor, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, done: Attended, block: Block
     ) -> tuple[Tensor, list[KeyGradient]]:
         if block.varlen is not None:
-            return _ragged_backward(dout_BHLD, query_BHLD, key_BGSD, value_BGSD, done, block)
+            return _varlen_backward(dout_BHLD, query_BHLD, key_BGSD, value_BGSD, done, block)
         tensors = dout_BHLD, query_BHLD, key_BGSD, value_BGSD, done.out_BHLD
         dout, query, key, value, out = (tensor.transpose(1, 2) for tensor in tensors)
         seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
@@ -54,12 +54,12 @@ class FlashBackend:
 
 
 def flash_implementation() -> str | None:
-    """What stands in for torch's own FlashAttention-2 ("FA3", "FA4"), or None."""
+    """Return what replaces torch's own FlashAttention-2 ("FA3" or "FA4"), or None."""
     return torch.nn.attention.current_flash_attention_impl()
 
 
 def needs_16_bit_cuda(query_BHLD: Tensor, value_BGSD: Tensor, block: Block, largest_head: int) -> str | None:
-    """Why a kernel for 16-bit attention without a mask on an NVIDIA GPU cannot compute the block."""
+    """Return why a 16-bit kernel without masks, for NVIDIA GPUs, cannot compute the block, or None if it can."""
     size = query_BHLD.shape[-1]
     if query_BHLD.device.type != "cuda" or torch.version.hip is not None:
         return f"it needs an NVIDIA GPU, not device {query_BHLD.device.type!r}"
@@ -68,14 +68,14 @@ def needs_16_bit_cuda(query_BHLD: Tensor, value_BGSD: Tensor, block: Block, larg
     if block.mask is not None:
         return "it takes no mask (padding with gaps, a window over padding, or a 4-D mask)"
     if block.softcap is not None or block.dropout > 0.0:
-        return "it has no softcap and no dropout here"
+        return "it supports neither softcap nor dropout here"
     if size != value_BGSD.shape[-1] or size % 8 or size > largest_head:
         return f"it needs one head size, a multiple of 8 up to {largest_head}, for keys and values"
     return None
 
 
-def _ragged_forward(query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Attended:
-    """One call for the causal segments and one for the others; 0 and a log-sum-exp of -inf for queries in no segment."""
+def _varlen_forward(query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Attended:
+    """Attend with one call for causal segments and one for others; queries in no segment get 0 and a log-sum-exp of -inf."""
     assert block.varlen is not None
     batch, _, length, _ = query_BHLD.shape
     out_BHLD: Tensor | None = None
@@ -95,7 +95,7 @@ def _ragged_forward(query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, bl
     return Attended(out_BHLD, lse_BHL.contiguous())
 
 
-def _ragged_backward(
+def _varlen_backward(
     dout_BHLD: Tensor, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, done: Attended, block: Block
 ) -> tuple[Tensor, list[KeyGradient]]:
     assert block.varlen is not None
@@ -120,13 +120,13 @@ def _ragged_backward(
 
 
 def _extents(varlen: VarlenBatch) -> tuple[Tensor, Tensor, int, int]:
-    """The operators' cum_seq_q, cum_seq_k, max_q and max_k."""
-    # Told that no segment has a second query, FlashAttention-2 takes another way, made for decoding. The length is only a bound.
+    """Return the operators' cum_seq_q, cum_seq_k, max_q and max_k."""
+    # For max_q = 1, FlashAttention-2 switches to a kernel for decoding. max_q is only an upper bound, so it is at least 2 here.
     return varlen.queries.cu_seqlens_C, varlen.keys.cu_seqlens_C, max(2, varlen.queries.max_seqlen), varlen.keys.max_seqlen
 
 
 def _options(block: Block, causal: bool) -> dict[str, float | int]:
-    """The scale and, as the operators count it, the window: keys before a query's own, and after."""
+    """Return the scale and, in a causal block with a window, how many keys before and after its own a query sees."""
     if block.window is None or not causal:
         return {"scale": block.scale}
     return {"scale": block.scale, "window_size_left": block.window - 1, "window_size_right": 0}

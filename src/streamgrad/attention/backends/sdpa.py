@@ -1,4 +1,4 @@
-"""torch's own fused attention that takes a mask: the flash kernel on CPU, memory-efficient attention on CUDA."""
+"""torch's fused attention with a mask: the flash kernel on CPU, memory-efficient attention on CUDA."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SdpaBackend:
             key, value = key_BGSD[:, :, first:last], value_BGSD[:, :, first:last]
             piece = _forward(query_BHLD, key, value, causal, additive(mask, query_BHLD.dtype), block.scale)
             if mask is not None and mask.dtype == torch.bool:
-                # The kernels disagree on the log-sum-exp of a row that sees no key; of no terms it is -inf.
+                # Kernels disagree on the log-sum-exp of a row that sees no key; over no terms it is -inf.
                 piece.lse_BHL = piece.lse_BHL.masked_fill(~mask.any(dim=-1), float("-inf"))
             merged = piece if merged is None else merge(merged, piece)
         assert merged is not None
@@ -45,7 +45,7 @@ class SdpaBackend:
     def backward(
         self, dout_BHLD: Tensor, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, done: Attended, block: Block
     ) -> tuple[Tensor, list[KeyGradient]]:
-        # A row that sees no key: +inf instead of -inf makes its probabilities exp(-inf - inf) = 0 instead of NaN.
+        # In a row that sees no key, +inf instead of -inf makes the probabilities exp(-inf - inf) = 0 instead of NaN.
         done = Attended(done.out_BHLD, done.lse_BHL.masked_fill(done.lse_BHL == float("-inf"), float("inf")))
         dquery_BHLD = torch.zeros_like(query_BHLD)
         gradients: list[KeyGradient] = []
@@ -62,9 +62,9 @@ _Piece = tuple[int, int, bool, Tensor | None]  # keys [first, last), torch's is_
 
 
 def _pieces(query_BHLD: Tensor, key_BGSD: Tensor, block: Block) -> list[_Piece]:
-    """The block as calls of the kernel, whose `is_causal` means what `Block.causal` does only for as many queries as keys.
+    """Split the block into kernel calls: the kernel's `is_causal` equals `Block.causal` only for as many queries as keys.
 
-    Merging pieces would round 16-bit outputs twice; there, causality is written into a mask instead.
+    Merging pieces would round 16-bit outputs twice, so for those causality is written into a mask instead.
     """
     rows, keys = query_BHLD.shape[2], key_BGSD.shape[2]
     is_plain = block.mask is None and block.varlen is None and block.window is None
@@ -89,7 +89,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, bias: Tens
 def _backward(
     dout: Tensor, query: Tensor, key: Tensor, value: Tensor, done: Attended, causal: bool, bias: Tensor | None, scale: float
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """`(query heads, dquery of these heads, dkey, dvalue)` of each kernel call."""
+    """Yield `(query heads, dquery of these heads, dkey, dvalue)` of each kernel call."""
     if query.device.type == "cpu":
         kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
         grads = kernel(dout, query, key, value, done.out_BHLD, done.lse_BHL, 0.0, causal, attn_mask=bias, scale=scale)
@@ -107,18 +107,18 @@ def _backward(
 
 
 def _as_forward_makes_it(out_BHLD: Tensor) -> Tensor:
-    """Laid out as (B, L, H, D): the CUDA backward kernel computes the output's strides instead of reading them."""
+    """Return the output laid out as (B, L, H, D): the CUDA backward kernel assumes these strides and does not read them."""
     return out_BHLD.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _head_slices(query_BHLD: Tensor, key_BGSD: Tensor) -> list[slice]:
-    """Query heads r, r + R, r + 2R, ... for r < R = H / G: as many as there are key heads, so that none is repeated."""
+    """Return query heads r, r + R, r + 2R, ... for each r < R = H / G: one per key head, so that no key is repeated."""
     repeats = query_BHLD.shape[1] // key_BGSD.shape[1]
     return [slice(first, None, repeats) for first in range(repeats)]
 
 
 def _aligned(bias: Tensor | None, heads: slice, query_BHLD: Tensor, key_BGSD: Tensor) -> Tensor | None:
-    """The bias of these heads, its rows padded in memory to the 8 elements that the CUDA kernel reads at a time."""
+    """Return the bias of these heads, with rows padded in memory to the 8 elements that the CUDA kernel reads at a time."""
     if bias is None:
         return None
     if bias.shape[1] > 1:

@@ -1,0 +1,175 @@
+"""Defines the command line of the benchmarks, and its commands that do not measure whole steps."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from benchmarks.names import REPORT, RESULTS
+from benchmarks.step_commands import bench_max_length, bench_memory, bench_partition, bench_predicted, bench_step
+from streamgrad.cli.check import check_table
+from streamgrad.config import parse_tokens
+
+# What measures is imported in each command, so that `--help` need not wait for it.
+app = typer.Typer(
+    help="Measure the paper's tables and figures; each benchmark appends its rows to a file.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    epilog="Examples: `python -m benchmarks linear` or `python -m benchmarks report`",
+)
+app.command("step")(bench_step)
+app.command("memory")(bench_memory)
+app.command("max-length")(bench_max_length)
+app.command("partition")(bench_partition)
+app.command("predicted")(bench_predicted)
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    float64 = "float64"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Device(StrEnum):
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@app.command("head")
+def bench_head(
+    tokens: Annotated[int | None, typer.Option(min=1, help="Rows of hidden states.", show_default="8192; 512 on a CPU")] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="Width of the model.", show_default="4096; 64 on a CPU")] = None,
+    vocabulary: Annotated[int | None, typer.Option(min=1, help="Logits a token.", show_default="151936; 4000 on a CPU")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Type of both operands.", show_default="bfloat16; float32 on a CPU")] = None,
+    device: Annotated[Device | None, typer.Option(help="Where to run.", show_default="cuda if there is one, else cpu")] = None,
+    chunk_size: Annotated[str, typer.Option(help="streamgrad's: tokens that have logits at a time, or auto.")] = "auto",
+    runs: Annotated[int, typer.Option(min=1, help="Timed steps after the warm-up; the median counts.")] = 10,
+    out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = RESULTS / "head.jsonl",
+) -> None:
+    """Measure cross entropy and token log-probabilities of a linear head, forward and backward, beside the bare GEMMs.
+
+    **Examples**
+
+    `python -m benchmarks head`
+
+    `python -m benchmarks head --tokens 16384 --width 2560 --chunk-size 2048`
+    """
+    import torch
+
+    from benchmarks import head_alone
+    from benchmarks.records import append_records
+    from benchmarks.tables import head_table
+    from streamgrad.cli.device import chosen_device
+
+    target = chosen_device(device, one_thread=False)
+    on_gpu = target.type == "cuda"
+    default = head_alone.GPU_SHAPE if on_gpu else head_alone.CPU_SHAPE
+    records = []
+    console = Console()
+    with console.status("Measuring ..."):
+        for record in head_alone.measure_head(
+            shape=head_alone.Shape(tokens or default.tokens, width or default.width, vocabulary or default.vocabulary),
+            device=target,
+            dtype=getattr(torch, dtype or (Dtype.bfloat16 if on_gpu else Dtype.float32)),
+            chunk_size=parse_tokens("chunk_size", chunk_size),
+            runs=runs,
+        ):
+            append_records(out, [record])
+            records.append(record)
+    console.print(head_table(records))
+    console.print(f"Records appended to {out}", soft_wrap=True)
+
+
+@app.command("linear")
+def bench_linear(
+    rows: Annotated[int | None, typer.Option(min=1, help="Rows of X.", show_default="4096")] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="Columns of X; W1 and W2 are square.", show_default="512")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Type of X, W1 and W2.", show_default="float32")] = None,
+    device: Annotated[Device | None, typer.Option(help="Where to run.", show_default="cuda if there is one, else cpu")] = None,
+    paper: Annotated[bool, typer.Option("--paper", help="The paper's shape, 1e6 x 16384 in bfloat16 (a GPU of 80 GB).")] = False,
+    out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = RESULTS / "linear.jsonl",
+) -> None:
+    """Measure the paper's linear example, L = sum(X W1 W2): standard backpropagation against 20 to 500 partitions of X's rows.
+
+    **Examples**
+
+    `python -m benchmarks linear --rows 4096 --width 512 --device cpu --dtype float32`
+
+    `python -m benchmarks linear --paper`
+    """
+    import torch
+
+    from benchmarks import linear
+    from benchmarks.records import append_records
+    from benchmarks.tables import linear_table
+    from streamgrad.cli.device import chosen_device
+
+    target = chosen_device(device, one_thread=False)
+    if paper:
+        if (rows, width, dtype) != (None, None, None):
+            raise ValueError("--paper sets --rows, --width and --dtype itself. Leave those out, or leave --paper out.")
+        if target.type != "cuda":
+            raise ValueError(f"--paper needs a GPU of 80 GB, and this is {target.type}: X alone is 32.8 GB. Leave --paper out.")
+        rows, width, dtype = linear.PAPER_ROWS, linear.PAPER_WIDTH, Dtype(linear.PAPER_DTYPE)
+    records = linear.measure_linear(
+        rows=rows or 4096, width=width or 512, device=target, dtype=getattr(torch, dtype or Dtype.float32)
+    )
+    console = Console()
+    with console.status("Measuring ..."):
+        rows_done = list(records)
+    append_records(out, rows_done)
+    console.print(linear_table(rows_done))
+    if paper:
+        console.print(linear.PAPER_NOTE)
+    console.print(f"Records appended to {out}", soft_wrap=True)
+
+
+@app.command("precision")
+def bench_precision(
+    model: Annotated[str, typer.Option(help="A preset.")] = "qwen3-4b",
+    device: Annotated[Device | None, typer.Option(help="Where to run.", show_default="cuda if there is one, else cpu")] = None,
+    out: Annotated[Path, typer.Option(help="The JSON lines file that the row is appended to.")] = RESULTS / "precision.jsonl",
+) -> None:
+    """Keep what `streamgrad check` finds as a record, for the paper's table of gradient precision.
+
+    **Examples**
+
+    `python -m benchmarks precision --model qwen3-4b --device cpu`
+    """
+    from benchmarks.precision_record import precision_record
+    from benchmarks.records import append_records
+    from streamgrad.cli.device import chosen_device
+    from streamgrad.hf.configs import config_of
+    from streamgrad.precision import check_precision
+
+    target = chosen_device(device, one_thread=False)
+    console = Console()
+    with console.status("Measuring ..."):
+        outcome = check_precision(config_of(model), device=target)
+    append_records(out, [precision_record(model, outcome.to_dict(), target)])
+    console.print(check_table(model, outcome))
+    console.print(f"Record appended to {out}", soft_wrap=True)
+
+
+@app.command("report")
+def bench_report(
+    results: Annotated[Path, typer.Option(help="The folder that records are in.")] = RESULTS,
+    out: Annotated[Path, typer.Option(help="The report; its plots go into a folder beside it.")] = REPORT,
+) -> None:
+    """Write the report of all records: every table and figure of the paper, ours beside the paper's. Measures nothing.
+
+    **Examples**
+
+    `python -m benchmarks report`
+    """
+    from benchmarks.report import write_report
+
+    for path in write_report(results, out):
+        typer.echo(path)

@@ -1,0 +1,35 @@
+"""Names that the command line needs before anything is measured: of methods, files and commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+# In the order in which they run: Liger patches transformers for the whole process, so its kernels come after everything else, and
+# its fused loss last.
+METHODS = ("hf", "mst", "streamgrad", "streamgrad-fsdp2", "streamgrad-zero3", "streamgrad-liger", "liger", "liger-offload")
+
+RESULTS = Path("benchmarks/results")
+REPORT = Path("benchmarks/REPORT.md")
+
+COMMAND = "python -m benchmarks"
+# What the same commands were called when the first records were made.
+EARLIER_COMMAND = "python -m streamgrad bench"
+
+
+def command_line(name: str, **options: Any) -> str:
+    """Return the command that makes a record again: `python -m benchmarks step --model qwen3-4b --kernels`.
+
+    An option that is None or False is left out. One that is True has no value.
+    """
+    words = [COMMAND, name]
+    for option, value in options.items():
+        if value is not None and value is not False:
+            words.append(f"--{option.replace('_', '-')}")
+            words += [] if value is True else [str(value)]
+    return " ".join(words)
+
+
+def unless(value: Any, default: Any) -> Any:
+    """Return None for a value that is the default's, so that `command_line` leaves it out."""
+    return None if value == default else value

@@ -1,0 +1,70 @@
+"""Asks PEFT's modules what streaming has to know of them: what a program may switch, and what looks at a whole sequence.
+
+PEFT itself is not imported, so that models without adapters do not need it. Its classes are known by their names.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from streamgrad.engine.guards import AdapterFacts
+
+# What decides which parameters an adapter uses, and how. A new adapter changes no value, so that only these tell.
+_SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+
+
+def base_model(wrapper: Any) -> Any:
+    """Return the model inside a `peft.PeftModel`; None where it is not one."""
+    return wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else None
+
+
+def why_not_in_chunks(module: nn.Module) -> str | None:
+    """Return what makes an adapter depend on the whole sequence; None where a chunk is all that it needs."""
+    if _is_called("LilyLayer", type(module)):  # type: ignore[arg-type]
+        return "is a Lily adapter, whose router averages over all tokens"
+    variants = module.__dict__.get("lora_variant")
+    if isinstance(variants, dict) and any("ALora" in getattr(v, "__name__", str(v)) for v in variants.values()):
+        return "is an activated LoRA (aLoRA), whose offsets count from the end of the whole sequence"
+    return None
+
+
+def _switches(module: nn.Module) -> Sequence[Any]:
+    """Return copies of the module's switches, and the hooks by which PEFT chooses adapters by row.
+
+    Hooks of other modules may come and go if they only look on.
+    """
+    own = module.__dict__
+    if own.keys().isdisjoint(_SWITCHES):  # as nearly all modules are, and all are asked twice a step
+        return ()
+    found: list[Any] = [(name, _copied(own[name])) for name in _SWITCHES if name in own]
+    if "_active_adapter" in own:
+        found.append((tuple(own["_forward_pre_hooks"]), tuple(own["_forward_hooks"])))
+    return found
+
+
+def _copied(value: Any) -> Any:
+    """Copy a switch, which may be changed in place. One name equals a list of one: PEFT makes the one of the other."""
+    if isinstance(value, dict):
+        return {key: each for key, each in value.items() if isinstance(each, int | float)}
+    if isinstance(value, list | str):
+        return (value,) if isinstance(value, str) else tuple(value)
+    return value if isinstance(value, int | float) else None
+
+
+def _restored_parameters(module: Any) -> Sequence[Tensor]:
+    """Return the parameter that an adapter of experts sets and restores in forward."""
+    is_wrapper = _is_called("ParamWrapper", type(module))  # type: ignore[arg-type]
+    return (module.get_param(),) if is_wrapper else ()
+
+
+@functools.lru_cache(maxsize=2048)
+def _is_called(name: str, kind: type) -> bool:
+    """Whether a class, or one that it is derived from, has the name."""
+    return any(base.__name__ == name for base in kind.__mro__)
+
+
+PEFT_ADAPTERS = AdapterFacts(state=_switches, versionless=_restored_parameters)

@@ -1,0 +1,207 @@
+"""The two seams of a Hugging Face model: the attention function and the mask function that its registries hand out.
+
+Both are registered under the name "streamgrad". The mask function returns a `CausalMask`, which is built chunk by chunk.
+
+Private details of transformers that this relies on, pinned by tests/hf/test_seams.py: `masking_utils` composes masks as closures,
+`and_masks(...)` over leaves such as `causal_mask_function`; the closures hold the window and the packed-document ids; and
+`masking_utils.find_packed_sequence_indices` finds these ids by restarting positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, masking_utils
+from transformers.masking_utils import causal_mask_function
+
+from streamgrad.attention.masks import CausalMask, DenseMask
+from streamgrad.attention.streamed import streamed_attention
+from streamgrad.engine.kv_chunk import Chunk, SeamError
+from streamgrad.engine.replay import as_autocast
+from streamgrad.hf.patching import temporary_attributes
+
+IMPLEMENTATION = "streamgrad"
+
+# Further arguments of attention functions that may be ignored: the mask carries them, or they do not concern attention.
+_CARRIED_BY_THE_MASK = {"sliding_window", "is_causal", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+_NOT_ABOUT_ATTENTION = {
+    "position_ids", "position_embeddings", "cache_position", "use_cache", "output_hidden_states", "return_dict",
+    "num_items_in_batch", "ignore_index", "shift_labels",
+    "logits_to_keep", "past_key_values", "layer_past", "seq_idx", "output_router_logits",
+}  # fmt: skip
+
+_LEFT_UNREAD = _CARRIED_BY_THE_MASK | _NOT_ABOUT_ATTENTION
+
+
+# --- Attention ------------------------------------------------------------------------------------------------------------
+
+
+def stream_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend with the queries of one chunk, by the contract of `sdpa_attention_forward`.
+
+    (B, H, L, D) in, ((B, L, H, D), None) out. The chunk is what the layer was given as its `attention_mask`.
+    """
+    if not isinstance(attention_mask, Chunk):
+        raise SeamError(f"its attention replaces the mask it was given by a {type(attention_mask).__name__}")
+    for name, argument in kwargs.items():
+        if name not in _LEFT_UNREAD and argument is not None and argument is not False:
+            raise SeamError(f"its attention is called with {name}={type(argument).__name__}, which streaming does not support")
+    if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
+        raise SeamError("its attention is not causal")
+    cached = attention_mask.cached or (key, value)
+    attention_mask.made_after_update = key is not cached[0] or value is not cached[1]
+    out_BHLD = streamed_attention(
+        attention_mask,
+        *map(as_autocast, (query, key, value)),
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=softcap,
+        dropout=dropout,
+        sink_H=s_aux,
+    )
+    return out_BHLD.transpose(1, 2), None
+
+
+def streamed_attention_in(configs: Iterable[PretrainedConfig]) -> AbstractContextManager[None]:
+    """Return a context in which attention modules and mask functions that read one of `configs` use the two seams."""
+    # Not by the public setter, which also writes into sub-configs: these may belong to other towers.
+    return temporary_attributes((config, "_attn_implementation_internal", IMPLEMENTATION) for config in configs)
+
+
+# --- Masks ----------------------------------------------------------------------------------------------------------------
+
+
+def stream_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> CausalMask:
+    """Return the mask for the arguments of `masking_utils.sdpa_mask`, without a (T x T) tensor; raise if it is not causal."""
+    if q_length != kv_length or q_offset or kv_offset:
+        raise ValueError(
+            f"{q_length} queries see {kv_length} keys: the attention mask or a key/value cache covers tokens that are not in "
+            "this call, and gradients through those cannot be streamed. Pass a mask of the input's length and no cache."
+        )
+    if use_vmap:
+        raise SeamError("it overlays a custom mask function, which may let tokens see later ones")
+    leaves = list(_conjuncts(mask_function))
+    if causal_mask_function not in leaves:
+        names = ", ".join(leaf.__qualname__ for leaf in leaves)
+        raise SeamError(f"its attention mask ({names}) is not causal")
+    window: int | None = None
+    documents_BT: Tensor | None = None
+    has_other_rule = False
+    for leaf in leaves:
+        kind = leaf.__qualname__.split(".")[0]
+        if kind == "sliding_window_overlay":
+            size = _closure(leaf)["sliding_window"]
+            window = size if window is None else min(window, size)
+        elif kind == "packed_sequence_mask_function" and documents_BT is None:
+            documents_BT = _closure(leaf)["packed_sequence_mask"]
+        elif leaf is not causal_mask_function:
+            has_other_rule = True
+    padding_BT = attention_mask.bool() if attention_mask is not None else None
+    rule = None if leaves == [causal_mask_function] else mask_function
+    return CausalMask(rule, padding_BT, window, documents_BT, has_other_rule, batch_size)
+
+
+AttentionInterface.register(IMPLEMENTATION, stream_attention_forward)
+AttentionMaskInterface.register(IMPLEMENTATION, stream_mask)
+
+
+def _conjuncts(mask_function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Yield the leaves of a mask that is an AND of leaves. An OR counts as one leaf, since it may not be causal."""
+    if mask_function.__qualname__.split(".")[0] == "and_masks":
+        for part in _closure(mask_function)["mask_functions"]:
+            yield from _conjuncts(part)
+    else:
+        yield mask_function
+
+
+def _closure(function: Callable[..., Any]) -> dict[str, Any]:
+    cells = function.__closure__ or ()
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
+
+
+def layer_mask(attention_mask: object, length: int, *, chunk_size: int) -> CausalMask | DenseMask:
+    """Return a decoder layer's `attention_mask` as a mask that can be built by chunk; raise if it is not causal."""
+    if attention_mask is None:
+        return CausalMask()
+    if isinstance(attention_mask, CausalMask | DenseMask):
+        return attention_mask
+    if isinstance(attention_mask, Tensor) and attention_mask.ndim == 4:
+        if attention_mask.shape[-2:] != (length, length):
+            raise ValueError(
+                f"the 4-D attention mask has shape {tuple(attention_mask.shape)} for a sequence of {length} tokens. "
+                f"Pass (batch, 1, {length}, {length})."
+            )
+        if attention_mask.requires_grad:
+            raise SeamError("its attention mask needs a gradient, which a streamed layer would not give it")
+        mask = DenseMask(attention_mask)
+        ahead = mask.first_look_ahead(chunk_size)
+        if ahead is not None:
+            raise ValueError(
+                f"the 4-D attention mask lets token {ahead[0]} see token {ahead[1]}, which comes after it. Only causal masks can "
+                "be streamed: hide every key after its query, or call streamgrad.disable(model) for this batch."
+            )
+        return mask
+    raise SeamError(f"its layers receive a mask of type {type(attention_mask).__name__}, which cannot be cut into chunks")
+
+
+def with_documents(mask: CausalMask, cu_seq_lens: Tensor, length: int) -> CausalMask:
+    """Return `mask` without attention across documents, whose boundaries are `cu_seq_lens` = [0, end_1, end_2, ..., length]."""
+    ends = cu_seq_lens.to(torch.long)
+    if int(ends[0]) != 0 or int(ends[-1]) != length:
+        raise ValueError(
+            f"cu_seq_lens runs from {int(ends[0])} to {int(ends[-1])}, but the packed sequence has {length} tokens. "
+            f"It must start at 0 and end at {length}."
+        )
+    positions_T = torch.arange(length, device=ends.device)
+    documents_BT = torch.searchsorted(ends[1:].contiguous(), positions_T, right=True).unsqueeze(0)
+    if mask.documents_BT is not None:
+        # Both are ids of consecutive runs, so their sum changes exactly where either does.
+        documents_BT = documents_BT.to(mask.documents_BT.device) + mask.documents_BT
+
+    def rule(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        first = torch.zeros_like(batch) if documents_BT.shape[0] == 1 else batch
+        same = documents_BT[first, query] == documents_BT[first, key]
+        return same if mask.rule is None else same & mask.rule(batch, head, query, key)
+
+    return CausalMask(rule, mask.padding_BT, mask.window, documents_BT, mask.has_other_rule, mask.batch)
+
+
+@contextmanager
+def documents_of_sequence(documents_BT: Tensor | None) -> Iterator[None]:
+    """Let `masking_utils` find these packed documents within the block, whatever positions it is shown.
+
+    Where ranks share a sequence, a rank's own positions do not tell where documents begin. A model that looks for documents then
+    finds those of the whole sequence. One that does not look for any (gpt-oss) gets none.
+    """
+    found = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda position_ids: (
+        None if documents_BT is None else documents_BT.expand(position_ids.shape[0], -1)
+    )
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = found

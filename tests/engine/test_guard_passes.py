@@ -1,0 +1,181 @@
+"""What guards cost a backward pass, and passes that are broken off, inside of each other or in several threads."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import batches
+import streamgrad
+from streamgrad.engine import guards
+from streamgrad.engine.guards import AdapterFacts, RerunGuard
+from tiny import tiny_model
+
+OPTIONS = {"chunk_size": 7, "head_chunk_size": 5}
+
+
+def enabled(layers=4):
+    return streamgrad.enable(tiny_model("llama", num_hidden_layers=layers), **OPTIONS)
+
+
+def loss_of(model):
+    return model(**batches.plain(None)).loss
+
+
+# --- what they cost ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def counted_reads() -> Iterator[Counter]:
+    """Within the block, counts what a program waits for the device with, by name."""
+    counts: Counter = Counter()
+
+    def counting(name):
+        plain = getattr(Tensor, name)
+
+        def read(self, *args, **kwargs):
+            counts[name] += 1
+            return plain(self, *args, **kwargs)
+
+        return read
+
+    with ExitStack() as stack:
+        for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__"):
+            stack.enter_context(mock.patch.object(Tensor, name, counting(name)))
+        yield counts
+
+
+def test_a_backward_pass_reads_once_for_all_layers():
+    models = [enabled(6), enabled(6)]
+    for losses in (1, 2):
+        loss = sum(map(loss_of, models[:losses]))
+        with counted_reads() as counts:
+            loss.backward()
+        assert counts == {"tolist": 1}
+
+
+def test_a_layer_is_looked_through_once_in_forward_and_once_in_backward():
+    model = enabled(3)
+    with mock.patch.object(guards, "modules_of", wraps=guards.modules_of) as walks:
+        loss_of(model).backward()
+    assert walks.call_count == 2 * 3
+
+
+# --- backward passes beside and inside of each other -------------------------------------------------------------------
+
+
+def deviating(model, index):
+    """The loss of a model whose layer `index` will compute something else in backward."""
+    hook = model.model.layers[index].mlp.register_forward_hook(lambda module, args, out: 2.0 * out)
+    loss = loss_of(model)
+    hook.remove()
+    return loss
+
+
+def in_the_middle(model, call):
+    """Make the backward of the next forward `call` when the upper half of the layers has run."""
+
+    def once(module, args):
+        handle.remove()
+        args[0].register_hook(lambda gradient: (call(), None)[1])
+
+    handle = model.model.layers[2].register_forward_pre_hook(once)
+
+
+@pytest.mark.parametrize("index", [0, 3])
+def test_the_error_names_the_layer(index):
+    loss = deviating(enabled(), index)
+    with pytest.raises(RuntimeError, match=f"LlamaDecoderLayer {index} computed something else"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_nothing_is_left_of_a_pass_that_was_broken_off(error):
+    model = enabled()
+
+    def stop():
+        assert len(guards._Outcomes._under_way) == 1
+        raise error
+
+    in_the_middle(model, stop)
+    loss = deviating(model, 3)
+    with pytest.raises(error):
+        loss.backward()
+    assert not guards._Outcomes._under_way
+    loss = loss_of(model)
+    with counted_reads() as counts:
+        loss.backward()
+    assert counts == {"tolist": 1} and not guards._Outcomes._under_way
+
+
+@pytest.mark.parametrize("wrong", ["outer", "inner", "neither"])
+def test_a_pass_inside_of_another(wrong):
+    outer, inner, errors = enabled(), enabled(2), []
+
+    def step():
+        with torch.enable_grad():
+            loss = deviating(inner, 1) if wrong == "inner" else loss_of(inner)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    in_the_middle(outer, step)
+    loss = deviating(outer, 3) if wrong == "outer" else loss_of(outer)
+    if wrong == "outer":
+        with pytest.raises(RuntimeError, match="LlamaDecoderLayer 3 computed something else"):
+            loss.backward()
+    else:
+        loss.backward()
+    assert len(errors) == (wrong == "inner") and all("LlamaDecoderLayer 1 computed" in error for error in errors)
+
+
+def test_passes_in_two_threads():
+    """Each is in its middle while the other one is, and only one of them is wrong."""
+    meeting, errors = threading.Barrier(2, timeout=60), {}
+
+    def step(name, wrong):
+        model = enabled()
+        in_the_middle(model, meeting.wait)
+        loss = deviating(model, 3) if wrong else loss_of(model)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            errors[name] = str(error)
+
+    threads = [threading.Thread(target=step, args=(name, name == "wrong")) for name in ("right", "wrong")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors.keys() == {"wrong"} and "LlamaDecoderLayer 3 computed something else" in errors["wrong"]
+
+
+# --- what a library tells of its modules -------------------------------------------------------------------------------
+
+
+def test_a_switch_that_a_library_tells_of():
+    layer, switch = torch.nn.Linear(2, 2), ["on"]
+    guard = RerunGuard(layer, list(layer.parameters()), "Linear", AdapterFacts(state=lambda module: list(switch)))
+    guard.check_unchanged()
+    switch[:] = ["off"]
+    with pytest.raises(RuntimeError, match="Linear was changed between forward and backward"):
+        guard.check_unchanged()
+
+
+def test_a_parameter_whose_version_says_nothing():
+    layer = torch.nn.Linear(2, 2)
+    told = RerunGuard(layer, list(layer.parameters()), "Linear", AdapterFacts(versionless=lambda module: [module.weight]))
+    untold = RerunGuard(layer, list(layer.parameters()), "Linear", guards.NO_ADAPTERS)
+    with torch.no_grad():
+        layer.weight.mul_(1.0)
+    told.check_unchanged()
+    with pytest.raises(RuntimeError, match="a parameter of Linear was modified in place"):
+        untold.check_unchanged()
