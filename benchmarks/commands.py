@@ -66,7 +66,7 @@ def bench_head(
     from benchmarks import head_alone
     from benchmarks.records import append_records
     from benchmarks.tables import head_table
-    from streamgrad.cli.device import chosen_device
+    from streamgrad.cli.chosen_device import chosen_device
 
     target = chosen_device(device, one_thread=False)
     on_gpu = target.type == "cuda"
@@ -109,7 +109,7 @@ def bench_linear(
     from benchmarks import linear
     from benchmarks.records import append_records
     from benchmarks.tables import linear_table
-    from streamgrad.cli.device import chosen_device
+    from streamgrad.cli.chosen_device import chosen_device
 
     target = chosen_device(device, one_thread=False)
     if paper:
@@ -145,7 +145,7 @@ def bench_precision(
     """
     from benchmarks.precision_record import precision_record
     from benchmarks.records import append_records
-    from streamgrad.cli.device import chosen_device
+    from streamgrad.cli.chosen_device import chosen_device
     from streamgrad.hf.configs import config_of
     from streamgrad.precision import check_precision
 

@@ -97,7 +97,7 @@ class StreamConfig:
         ):
             value = getattr(self, name)
             if value not in choices:
-                raise ValueError(f"{name}={value!r} is not a choice. Pass one of {', '.join(map(repr, choices))}.")
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
         if self.memory_budget is not None:
             try:
                 parse_bytes(self.memory_budget)

@@ -199,7 +199,7 @@ def test_kernels_compute_windows_as_they_compute_their_mask(name, rows, keys, wi
 class FakeFlash:
     """aten's two FlashAttention operators as their schema and kernels have it, in any dtype on any device.
 
-    VarlenBatch: tokens first, int32 offsets, lengths that bound the segments', a log-sum-exp of (heads, tokens), and gradients that are
+    Varlen: tokens first, int32 offsets, lengths that bound segments, a log-sum-exp of (heads, tokens), and gradients that are
     garbage (here NaN) for keys of no segment.
     """
 

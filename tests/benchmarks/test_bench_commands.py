@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
+
 from benchmarks.__main__ import main
 from benchmarks.commands import app
 from benchmarks.names import command_line, unless
 from benchmarks.records import rows_in
-from typer.main import get_command
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = {"step", "memory", "max-length", "head", "linear", "partition", "precision", "predicted", "report"}

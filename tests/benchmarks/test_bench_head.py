@@ -6,11 +6,11 @@ import json
 
 import pytest
 import torch
+from typer.testing import CliRunner
+
 from benchmarks import head_alone as head
 from benchmarks.commands import app
 from benchmarks.tables import head_table
-from typer.testing import CliRunner
-
 from gradients import no_float32, relative_error
 
 SMALL = ["head", "--tokens", "20", "--width", "8", "--vocabulary", "50", "--device", "cpu", "--runs", "2"]

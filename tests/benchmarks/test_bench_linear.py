@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
+
+import streamgrad
 from benchmarks import linear
 from benchmarks.__main__ import main
 from benchmarks.commands import app
 from benchmarks.linear import standard_linear_gradients, streamed_linear_gradients
-from typer.testing import CliRunner
-
-import streamgrad
 from gradients import relative_error
 from streamgrad.memory.live_bytes import LiveBytes
 

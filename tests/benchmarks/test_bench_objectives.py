@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
-from benchmarks import objective, peers
 from torch import Tensor
 
 import streamgrad
+from benchmarks import objective, peers
 from gradients import Step, assert_same_step, no_float32, run_step
 from lora import with_lora
 from streamgrad.memory.live_bytes import LiveBytes

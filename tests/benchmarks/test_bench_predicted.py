@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
+import streamgrad
 from benchmarks import predicted
 from benchmarks.predicted import (
     ABOVE,
@@ -25,8 +27,6 @@ from benchmarks.predicted import (
     with_growing_segments,
 )
 from benchmarks.records import Session, rows_in
-
-import streamgrad
 
 ROOT = Path(__file__).parents[2]
 RECORDS = rows_in(ROOT / "benchmarks" / "results" / "predicted.jsonl")

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
 from benchmarks import lengths, step, subject
 from benchmarks.commands import app
 from benchmarks.peers import use_flash
 from benchmarks.records import Session, append_records, rows_in, versions
 from benchmarks.tables import step_table
-from rich.console import Console
-from typer.testing import CliRunner
-
 from streamgrad.config import StreamConfig
 from streamgrad.hf import presets as names
 from streamgrad.hf.configs import preset_config, preset_model, preset_names

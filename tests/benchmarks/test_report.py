@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
 from benchmarks import linear
 from benchmarks.commands import app
 from benchmarks.figures import draw_plots
@@ -20,7 +22,6 @@ from benchmarks.selection import (
     steps_within_liger,
     token_bytes,
 )
-from typer.testing import CliRunner
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"

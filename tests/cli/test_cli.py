@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import streamgrad
 from streamgrad.cli import CheckFailed, main, one_line_errors
 from streamgrad.cli.app import COMMANDS, app, loaded
-from streamgrad.cli.device import chosen_device
+from streamgrad.cli.chosen_device import chosen_device
 
 # --- What is imported -----------------------------------------------------------------------------------------------------------
 

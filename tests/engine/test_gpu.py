@@ -45,13 +45,15 @@ def on_gpu(batch: dict) -> dict:
     return {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
-# Of 96 queries and 161 keys: documents, one of a single token, and padding after them; padding before; a row that sees nothing.
+# 96 queries and 161 keys: documents, one of a single token, and padding after them; padding before; a row that sees nothing.
 SEGMENTS = {
     1: [
-        Segment(0, 0, 40, 7, 60, True), Segment(0, 40, 41, 60, 61, True), Segment(0, 41, 70, 61, 90, True), Segment(0, 70, 96, 61, 90, False),
+        Segment(0, 0, 40, 7, 60, True), Segment(0, 40, 41, 60, 61, True), Segment(0, 41, 70, 61, 90, True),
+        Segment(0, 70, 96, 61, 90, False),
     ],
     3: [
-        Segment(0, 0, 33, 0, 98, True), Segment(0, 33, 96, 98, 161, True), Segment(2, 17, 80, 3, 99, True), Segment(2, 80, 96, 3, 99, False),
+        Segment(0, 0, 33, 0, 98, True), Segment(0, 33, 96, 98, 161, True), Segment(2, 17, 80, 3, 99, True),
+        Segment(2, 80, 96, 3, 99, False),
     ],
 }  # fmt: skip
 KINDS = [

@@ -40,7 +40,7 @@ def bench(
     check_found(model)
     # Here, so that `--help` and a wrong name need not wait for them.
     from streamgrad.cli.bench_run import device_name, has_weights, measured_model, steps_of
-    from streamgrad.cli.device import chosen_device
+    from streamgrad.cli.chosen_device import chosen_device
 
     target = chosen_device(device, one_thread=False)
     with Console(stderr=True).status("Building the model ...") as status:

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import streamgrad
 from streamgrad.cli import is_out_of_memory
-from streamgrad.hf.configs import config_of, preset_names, short_reason, with_layers
+from streamgrad.hf.configs import config_of, short_reason, with_layers
+from streamgrad.hf.presets import preset_names
 from streamgrad.memory.live_bytes import peak_bytes_of
 
 

@@ -35,7 +35,7 @@ def check(
     """
     check_found(model)
     # Imported here, so that `--help` and a wrong name need not wait for them.
-    from streamgrad.cli.device import chosen_device
+    from streamgrad.cli.chosen_device import chosen_device
     from streamgrad.hf.configs import config_of
     from streamgrad.precision import LARGEST_ERROR, LARGEST_RATIO, check_precision
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import streamgrad
-from streamgrad.hf.configs import preset_model, preset_names
+from streamgrad.hf.configs import preset_model
+from streamgrad.hf.presets import preset_names
 from streamgrad.profile.snapshot import recorder_for
 from streamgrad.profile.timeline import Timeline
 

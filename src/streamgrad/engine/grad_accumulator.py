@@ -53,7 +53,9 @@ class GradAccumulator(Tensor):
     register_post_accumulate_grad_hook = register_hook
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if function is F.linear and len(args) > 1 and isinstance(args[1], GradAccumulator) and args[1].dim() == 2:
                 return _linear(*args, **(kwargs or {}))

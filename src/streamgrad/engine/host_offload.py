@@ -98,7 +98,7 @@ class HostStore:
         return sum(pool.total_bytes for pool in self._pools.values())
 
     def pool(self, device: torch.device) -> PinnedPool:
-        """Of one device each: a buffer is written again once the copy streams of that device are done with it."""
+        """Return the device's pool. A buffer is written again once the copy streams of its device are done with it."""
         return self._pools.setdefault(device, PinnedPool(device))
 
     def shelf(self) -> Shelf:

@@ -149,7 +149,9 @@ class Chunk(LayerChunk):
     made_after_update: bool = False  # keys and values are not what was cached
     sharing: SequenceSharing = ALONE
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """The cache seam: hand what is to be cached straight back. It may not be keys and values yet (latent attention)."""
         if self.cached is not None:
             raise SeamError("its attention writes keys and values more than once a layer")

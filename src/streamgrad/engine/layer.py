@@ -84,14 +84,14 @@ class StreamedCall:
         return kind if self.index is None else f"{kind} {self.index}"
 
     def random_tape(self, h_BTE: Tensor) -> RandomTape:
-        """Of the input's device and the layer's: a model spread over devices moves the input inside the layer's forward."""
+        """Return a tape for the devices of the input and of the layer, which may move its input to another one."""
         return RandomTape([h_BTE.device, *(parameter.device for parameter in parameters_of(self.layer))])
 
     def spans(self, length: int) -> list[tuple[int, int]]:
         return spans(length, self.chunk_size)
 
     def spans_to_restore(self, length: int) -> list[tuple[int, int]]:
-        """Of the chunks that are run up to their keys, where those are not kept."""
+        """Spans of the chunks that recompute keys when none were kept."""
         return self.spans(length)
 
     def kept(self, h_BTE: Tensor) -> Saved:

@@ -174,7 +174,7 @@ class _DecoderCall:
                 run=run,
                 mask=mask,
                 backends=self.stream.backends,
-                # Dealt tokens lie in the order of their chunks, whatever a plan might find better.
+                # Tokens that ranks share lie in the order of their chunks, whatever a plan might find better.
                 chunk_size=self.sequences.sharing.chunk_size or self.plan.chunk_sizes[index],
                 policy=self.plan.policies[index],
                 host_store=self.stream.host_store,

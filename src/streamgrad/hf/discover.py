@@ -85,10 +85,8 @@ def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
 
 
 def layer_refusals(modules: list[nn.Module]) -> Iterator[str]:
-    """Of a layer and the modules in it: what mixes tokens outside of attention, or depends on a whole sequence where it would be
-    shown a chunk.
-
-    And what an engine gathers in parts: it would do so once a chunk, and each rank has its own number of those.
+    """Why a layer with these modules cannot run in chunks: something mixes tokens outside of attention or depends on the whole
+    sequence, or an engine gathers the layer in parts, which it would do once a chunk, and ranks differ in their number of chunks.
     """
     layer, recurrent = modules[0], is_recurrent(modules)
     for module in modules:
@@ -115,7 +113,7 @@ def layer_refusals(modules: list[nn.Module]) -> Iterator[str]:
 
 
 def is_recurrent(modules: list[nn.Module]) -> bool:
-    """Of a layer's modules: whether they hand a state from token to token, in the place of attention."""
+    """Whether a layer's modules hand a state from token to token in place of attention."""
     names = {module.__dict__.get(name) for module in modules for name in ("layer_type", "block_type")}
     return not names.isdisjoint(_RECURRENT_LAYER_TYPES)
 
@@ -159,7 +157,7 @@ def foreign_attention(configs: list[Any], layer: nn.Module) -> Iterator[str]:
                 "streamed attention would not call what is in its place; streamgrad.parallel shares sequences between ranks"
             )
         functions = [interface.get(name) for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)]
-        files = {"transformers", "streamgrad", "deepspeed"}  # whose Ulysses is known (`dealing`)
+        files = {"transformers", "streamgrad", "deepspeed"}  # whose Ulysses is known (`hf.sequence_slices`)
         if name == "eager":
             calls = [type(module).forward for module in modules_of(layer)]
             calls = [forward for forward in calls if "eager_attention_forward" in getattr(forward, "__globals__", ())]

@@ -99,7 +99,9 @@ class Planner:
             self.latest = plan
         return plan
 
-    def measured_costs(self, samples: Iterable[Sample], backends: list[Any], h_BTE: Tensor, sharing: SequenceSharing) -> LayerCosts:
+    def measured_costs(
+        self, samples: Iterable[Sample], backends: list[Any], h_BTE: Tensor, sharing: SequenceSharing
+    ) -> LayerCosts:
         """The largest costs of any sample: every layer is taken for the largest. The first sample must be measurable."""
         kinds: list[LayerCosts] = []
         for sample in samples:
@@ -125,7 +127,7 @@ class Planner:
         return self._costs[key]
 
     def plan(self, call: PlannedCall, costs: LayerCosts) -> Plan:
-        """Return the fastest plan within the memory that there is now; raise `ValueError` where the user's own limit is too low."""
+        """Return the fastest plan that fits the memory there is now; raise `ValueError` where the user's own limit is too low."""
         batch, sequence = call.h_BTE.shape[:2]
         resident, budget = self._memory_now(call)
         facts = _step_facts(call, costs, resident, budget)

@@ -37,7 +37,7 @@ def allocator_settings() -> str:
 
 
 def usable_share() -> float:
-    """Of the memory that a process may have on a device, what a plan may fill; the rest is for fragments."""
+    """Share of a process's device memory that a plan may fill; the rest is for fragments."""
     return 1.0 - (MARGIN if segments_grow() else MARGIN_IN_FIXED_SEGMENTS)
 
 

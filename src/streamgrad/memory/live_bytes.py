@@ -28,7 +28,9 @@ class LiveBytes(TorchDispatchMode):
         self.largest: tuple[int, tuple[int, ...]] = (0, ())
         self._known: set[int] = set()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         # Inputs made before the block are known from their first use on; they are not counted.
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):

@@ -37,7 +37,7 @@ def measured_costs(
     *,
     recurrent: bool = False,
 ) -> LayerCosts:
-    """Of the layer whose chunks `run` computes (see `StreamedCall`), on the first tokens of `h_BTE`."""
+    """Measure the layer whose chunks `run` computes (see `StreamedCall`) on the first tokens of `h_BTE`."""
     # Scans over states work on blocks of 64 to 256 tokens, which they fill up: of fewer, two lengths would differ by nothing.
     wanted = 2 * PROBED_TOKENS if recurrent else PROBED_TOKENS
     tokens = min(wanted, h_BTE.shape[1])
@@ -97,7 +97,7 @@ class _WatchedStream(KeyValueStream):
         self._gradients = dkey_BGSD, dvalue_BGSD
 
     def collect(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Of the right shape: what was deposited may be for other keys than the chunk's own, as where rows are padded."""
+        """Return zeros of the right shape: deposits may be for other keys than the chunk's own, as where rows are padded."""
         self._gradients = None
         key_BGLD, value_BGLD = self.read(start, stop)
         return torch.zeros_like(key_BGLD), torch.zeros_like(value_BGLD)

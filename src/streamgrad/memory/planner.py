@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from streamgrad.engine.policy import LayerPolicy
 from streamgrad.memory.costs import LayerCosts, Shape, embedding_parts, head_parts, layer_phases
 
-# Of the memory that is free, for fragments: where the allocator's segments can grow, and where they cannot.
+# Share of the free memory that is left for fragments: where the allocator's segments can grow, and where they cannot.
 MARGIN, MARGIN_IN_FIXED_SEGMENTS = 0.05, 0.1
 # Over what a layer and the head hold while they work, for what is not foreseen.
 UNFORESEEN = 1.03
-# Of the host memory that is available: the rest is for the program itself and for the kernel's own needs.
+# Share of the available host memory that plans use; the rest is for the program itself and for the kernel.
 HOST_SHARE = 0.85
 # Tokens of a batch in a chunk. Beyond 16,384 nothing gets faster; below 6,144 matrix products do not fill a large GPU, so smaller
 # ones come after every other way to save memory.
@@ -85,7 +85,7 @@ def predicted_peak(step: Step, policies: Sequence[LayerPolicy], chunk_sizes: Seq
 
 
 def _held_around(step: Step, policies: Sequence[LayerPolicy]) -> tuple[list[float], float]:
-    """Of each layer, what there is beside it when its backward runs; and what there is when the head works."""
+    """Bytes beside each layer when its backward runs, and bytes beside the head when it works."""
     kept = {policy: 0.0 if policy.on_host else _kept_bytes(step, policy) for policy in set(policies)}
     below, held = step.resident_bytes + (step.leaf_bytes if policies[0].on_host else 0.0), []
     for finished, policy in zip(range(step.layers - 1, -1, -1), policies, strict=True):
@@ -167,7 +167,7 @@ def choose_plan(step: Step, choices: Choices, budget: Budget) -> tuple[Plan, boo
 def _chunk_sizes(
     step: Step, policies: Sequence[LayerPolicy], worst: int, room: Callable[[LayerPolicy], list[tuple[int, float]]]
 ) -> tuple[int, ...]:
-    """Of each layer: the largest that it has room for, or `worst`, room or not.
+    """The chunk size of each layer: the largest that it has room for, or `worst`, room or not.
 
     There is most room in the last layers, before gradients have come together, or where there are few of those in the first ones,
     whose successors have given back what they kept. Layers that keep on the host have one size together: buffers there are as
@@ -226,7 +226,7 @@ def _on_host(step: Step, layers: int, keep: str, host_budget_bytes: float) -> li
 
 # --- Steps of a model, by their length ------------------------------------------------------------------------------------------
 
-# Of a budget, for a caller that does something unknown with the hidden states: its own head, its own loss.
+# Share of a budget for a caller that does something unknown with the hidden states: its own head, its own loss.
 UNKNOWN_HEAD_SHARE = 0.2
 
 
