@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,15 +19,16 @@ from streamgrad.engine import guards
 from streamgrad.engine.guards import AdapterFacts, RerunGuard
 from tiny import tiny_model
 
-OPTIONS = {"chunk_size": 7, "head_chunk_size": 5}
+# Every layer is run again: where memory is plenty, "auto" would keep ordinary graphs.
+OPTIONS = {"chunk_size": 7, "head_chunk_size": 5, "keep": "input"}
 
 
 def enabled(layers=4):
     return streamgrad.enable(tiny_model("llama", num_hidden_layers=layers), **OPTIONS)
 
 
-def loss_of(model):
-    return model(**batches.plain(None)).loss
+def loss_of(model, batch=None):
+    return model(**(batch or batches.plain(None))).loss
 
 
 # --- what they cost ----------------------------------------------------------------------------------------------------
@@ -61,6 +63,36 @@ def test_a_backward_pass_reads_once_for_all_layers():
         assert counts == {"tolist": 1}
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_backward_pass_waits_for_the_device_once():
+    model = enabled(6).float().cuda()
+    batch = {name: value.cuda() for name, value in batches.plain(None).items()}
+    model(**batch).loss.backward()  # makes what is made once
+    loss = model(**batch).loss
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        loss.backward()
+        torch.cuda.set_sync_debug_mode("default")
+    assert sum("called a synchronizing CUDA operation" in str(warning.message) for warning in seen) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:.*stream:UserWarning")  # torch's own, of gradients that come from another one
+def test_layers_that_ran_on_another_stream():
+    """Their deviations are waited for, whatever stream the pass itself is called on."""
+    model = enabled().float().cuda()
+    batch = {name: value.cuda() for name, value in batches.plain(None).items()}
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        loss = deviating(model, 3, batch)
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="LlamaDecoderLayer 3 computed something else"):
+        loss.backward()
+
+
 def test_a_layer_is_looked_through_once_in_forward_and_once_in_backward():
     model = enabled(3)
     with mock.patch.object(guards, "modules_of", wraps=guards.modules_of) as walks:
@@ -71,10 +103,10 @@ def test_a_layer_is_looked_through_once_in_forward_and_once_in_backward():
 # --- backward passes beside and inside of each other -------------------------------------------------------------------
 
 
-def deviating(model, index):
+def deviating(model, index, batch=None):
     """The loss of a model whose layer `index` will compute something else in backward."""
     hook = model.model.layers[index].mlp.register_forward_hook(lambda module, args, out: 2.0 * out)
-    loss = loss_of(model)
+    loss = loss_of(model, batch)
     hook.remove()
     return loss
 

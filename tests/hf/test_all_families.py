@@ -13,25 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import streamgrad
-from families import LAYERS_TAKE_STATES_UP, REFUSED, SKIPPED, STREAMED, STREAMED_SINCE_5_22, small_model
+from families import LAYERS_TAKE_STATES_UP, REFUSED, SKIPPED, STREAMED, STREAMED_SINCE_5_22, batches, small_model
 from gradients import assert_same_step, no_float32, run_step
-from tiny import tokens
 
 TOLERANCE = 1e-9
-LENGTH, PADDED_LENGTH = 17, 11
-
-
-def batches() -> list[dict]:
-    ids = tokens(2, LENGTH)
-    mask = torch.ones_like(ids)
-    mask[1, PADDED_LENGTH:] = 0
-    padded = {"input_ids": ids * mask, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-    return [{"input_ids": ids, "labels": ids.clone()}, padded]
 
 
 def is_streamed(model: PreTrainedModel) -> bool:

@@ -10,7 +10,9 @@ import transformers
 from packaging.version import Version
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from tiny import VOCABULARY, WINDOW
+from tiny import VOCABULARY, WINDOW, tokens
+
+LENGTH, PADDED_LENGTH = 17, 11
 
 # Applied where a family's configuration has the name. Families disagree about names, so most sizes are here several times.
 SHAPE = {
@@ -186,3 +188,11 @@ def small_model(family: str, **changes) -> PreTrainedModel:
         if "inv_freq" in name:
             buffer.data = buffer.data.float()
     return model.train()
+
+
+def batches() -> list[dict]:
+    ids = tokens(2, LENGTH)
+    mask = torch.ones_like(ids)
+    mask[1, PADDED_LENGTH:] = 0
+    padded = {"input_ids": ids * mask, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    return [{"input_ids": ids, "labels": ids.clone()}, padded]
