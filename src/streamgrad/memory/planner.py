@@ -8,7 +8,7 @@ and the last two either on the device or in host memory, whose copies hide behin
 layers, `input | attention on host | attention on device | everything`, in that order from the first layer to the last: what
 the last layers keep is freed first in backward, and what the first ones keep has the longest way back.
 
-`predicted_peak` is the arithmetic that choices are made by, over the moments of `memory.costs`.
+`predicted_peak` is the arithmetic that choices are made by, over the phases of `memory.costs`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Plan:
 
 
 def predicted_peak(step: Step, policies: Sequence[LayerPolicy], chunk_sizes: Sequence[int]) -> float:
-    """Device bytes at the worst moment: when the head works, in the backward pass of one of the layers, or at its end."""
+    """Device bytes in the largest phase: when the head works, in the backward pass of one of the layers, or at its end."""
     around, at_head = _held_around(step, policies)
     work = {each: _worst_in_layer(step.costs, step.shape, *each) for each in set(zip(policies, chunk_sizes, strict=True))}
     gradients = step.resident_bytes + step.head_gradient_bytes + step.layers * step.layer_gradient_bytes
