@@ -79,7 +79,7 @@ class StreamedCall:
 
     @property
     def name(self) -> str:
-        """The layer's class, and which of its decoder's layers it is."""
+        """Return the layer's class, and which of its decoder's layers it is."""
         kind = type(self.layer).__name__
         return kind if self.index is None else f"{kind} {self.index}"
 

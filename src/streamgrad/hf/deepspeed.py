@@ -16,12 +16,12 @@ _ULYSSES_STATE = "deepspeed.runtime.sequence_parallel.parallel_state_sp"
 
 
 def has_zero3_hooks(module: nn.Module) -> bool:
-    """Whether ZeRO-3 gathers at the module: it numbers a module when it puts its hooks on it."""
+    """Return whether ZeRO-3 gathers at the module: it numbers a module when it puts its hooks on it."""
     return "ds_id" in module.__dict__
 
 
 def is_partitioned(parameter: Tensor) -> bool:
-    """Whether ZeRO-3 has shared the parameter out, so that it is here only while its module runs."""
+    """Return whether ZeRO-3 has shared the parameter out, so that it is here only while its module runs."""
     return hasattr(parameter, "ds_id")
 
 

@@ -35,7 +35,7 @@ _STREAMABLE_LAYER_TYPES = {"full_attention", "sliding_attention", *_RECURRENT_LA
 
 
 def unwrap(model: Any) -> PreTrainedModel:
-    """The Hugging Face model inside PEFT, DDP, FSDP, DeepSpeed or torch.compile wrappers."""
+    """Return the Hugging Face model inside PEFT, DDP, FSDP, DeepSpeed or torch.compile wrappers."""
     inner: Any = model
     while isinstance(inner, nn.Module) and not isinstance(inner, PreTrainedModel):
         if (adapted := base_model(inner)) is not None:
@@ -55,7 +55,7 @@ def unwrap(model: Any) -> PreTrainedModel:
 
 
 def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """The module whose forward runs the decoder layers, after checking that these can be streamed."""
+    """Return the module whose forward runs the decoder layers, after checking that these can be streamed."""
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} cannot be streamed: it is an encoder-decoder. Pass a decoder-only causal language model.")
@@ -76,7 +76,7 @@ def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
-    """The layers as they stand now, each once: adapters replicate layers and users remove some."""
+    """Return the layers as they stand now, each once: adapters replicate layers and users remove some."""
     config = getattr(decoder, "config", None)
     count = getattr(config, "num_hidden_layers", None)
     lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList) and len(child)]
@@ -113,13 +113,13 @@ def layer_refusals(modules: list[nn.Module]) -> Iterator[str]:
 
 
 def is_recurrent(modules: list[nn.Module]) -> bool:
-    """Whether a layer's modules hand a state from token to token in place of attention."""
+    """Return whether a layer's modules hand a state from token to token in place of attention."""
     names = {module.__dict__.get(name) for module in modules for name in ("layer_type", "block_type")}
     return not names.isdisjoint(_RECURRENT_LAYER_TYPES)
 
 
 def has_recurrent_layers(decoder: nn.Module) -> bool:
-    """Whether some of its layers have states."""
+    """Return whether some of its layers have states."""
     return any(is_recurrent(modules_of(layer)) for layer in decoder_layers(decoder))
 
 
@@ -130,7 +130,7 @@ def _place(layer: nn.Module, module: nn.Module) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _class_refusal(kind: type) -> str | None:
-    """Why no module of this class may be inside a layer; `{place}` and `{layer}` are its path and the layer's class."""
+    """Return why no module of this class may be inside a layer; `{place}` and `{layer}` are its path and the layer's class."""
     if issubclass(kind, _TOKEN_MIXERS):
         return f"{{place}} is a {kind.__name__}, which mixes tokens outside of attention"
     if any(base.__name__ == "CheckpointWrapper" for base in kind.__mro__):
@@ -143,13 +143,13 @@ def _class_refusal(kind: type) -> str | None:
 
 
 def attention_configs(modules: list[nn.Module]) -> list[Any]:
-    """The configurations that say which attention is used: most often one and the same; replicated layers may hold copies."""
+    """Return the configurations that say which attention is used: most often one; replicated layers may hold copies."""
     configs = {id(config): config for module in modules if (config := module.__dict__.get("config")) is not None}
     return [config for config in configs.values() if hasattr(config, "_attn_implementation_internal")]
 
 
 def foreign_attention(configs: list[Any], layer: nn.Module) -> Iterator[str]:
-    """Why attention is not transformers' own, which the streamed one equals, or that of the model's own file."""
+    """Yield why attention is not transformers' own, which the streamed one equals, or that of the model's own file."""
     for name in {config._attn_implementation_internal for config in configs} - {None}:
         if name == "sdpa" and F.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention:
             yield (
@@ -177,7 +177,7 @@ def _unwrapped(function: Any) -> Any:
 
 
 def follows_length(module: nn.Module) -> bool:
-    """Whether it is a rotary embedding whose frequencies follow the longest position that it is shown."""
+    """Return whether it is a rotary embedding whose frequencies follow the longest position that it is shown."""
     kinds = module.__dict__.get("rope_type")
     if kinds is None:
         return False
@@ -185,7 +185,7 @@ def follows_length(module: nn.Module) -> bool:
 
 
 def _refusals(decoder: Any, layers: list[nn.Module], config: Any) -> Iterator[str]:
-    """Why the decoder cannot be streamed exactly, the most telling reason first."""
+    """Yield why the decoder cannot be streamed exactly, the most telling reason first."""
     kinds = set(getattr(config, "layer_types", None) or ()) - _STREAMABLE_LAYER_TYPES
     if kinds:
         yield (
@@ -216,13 +216,13 @@ def _refusals(decoder: Any, layers: list[nn.Module], config: Any) -> Iterator[st
 
 
 def _looks_attention_up(layer: nn.Module) -> bool:
-    """In transformers' table of attention functions, by the code of its modules: not all models that do say so."""
+    """Return whether its modules' code uses transformers' table of attention functions: not all models that do say so."""
     calls = [inspect.unwrap(type(module).forward) for module in modules_of(layer)]
     return any("ALL_ATTENTION_FUNCTIONS" in call.__code__.co_names for call in calls if hasattr(call, "__code__"))
 
 
 def sliding_window(config: Any) -> int | None:
-    """The window of the model's sliding-attention layers, if it has any."""
+    """Return the window of the model's sliding-attention layers, if it has any."""
     config = config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None)
     return getattr(config, "sliding_window", None) if kinds is None or "sliding_attention" in kinds else None

@@ -63,7 +63,7 @@ def _restored_parameters(module: Any) -> Sequence[Tensor]:
 
 @functools.lru_cache(maxsize=2048)
 def _is_called(name: str, kind: type) -> bool:
-    """Whether a class, or one that it is derived from, has the name."""
+    """Return whether a class, or one that it is derived from, has the name."""
     return any(base.__name__ == name for base in kind.__mro__)
 
 
