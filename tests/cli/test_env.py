@@ -1,4 +1,4 @@
-"""`streamgrad env`: what it prints is what is there, and what it calls working has been held to float64."""
+"""`streamgrad env`: what it prints is what is there, and what it calls working has been compared with float64."""
 
 from __future__ import annotations
 

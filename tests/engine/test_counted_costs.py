@@ -208,7 +208,7 @@ def test_calls_of_attention_over_parts_of_the_keys_do_not_hold_each_others_terms
     streamgrad.enable(model, chunk_size=8, attention="eager")
     step()
     assert len(alive) > 2 * 96 // 8
-    # Of the queries' gradient, the first term is the sum so far.
+    # The first term of the queries' gradient is the sum so far.
     assert max(keys for keys, _ in alive) == 0 and max(queries for _, queries in alive) == 1
 
 

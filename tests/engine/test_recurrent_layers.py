@@ -119,7 +119,7 @@ def test_bf16_errors_are_those_of_plain_bf16():
 
 
 def test_memory_grows_by_inputs_alone():
-    """Of a step with twice the tokens: what layers keep, and what the head and embeddings hold, per token."""
+    """A step with twice the tokens adds what layers keep, and what the head and embeddings hold, per token."""
     model = small_model("qwen3_next", num_hidden_layers=4, layer_types=["linear_attention"] * 3 + ["full_attention"])
 
     def growth() -> int:

@@ -285,7 +285,7 @@ def test_two_threads_leave_the_stock_function_behind():
     assert "Rotary" in fused_seen[0] and names["apply_rotary_pos_emb"] is stock
 
 
-# --- The Triton kernels, held to the torch code on the same device --------------------------------------------------------
+# --- The Triton kernels against the torch code on the same device ----------------------------------------------------------
 
 on_cuda = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 ERROR = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-6}

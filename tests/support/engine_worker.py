@@ -77,7 +77,7 @@ class Outcome:
     held: tuple[int, int]
 
     def traffic(self) -> dict[str, tuple[int, int]]:
-        """Of each kind of collective: how many, and elements in all.
+        """Return how many collectives of each kind there were, and their elements in all.
 
         Not the sizes of single buckets: ZeRO fills these in the order in which the gradients of a layer arrive.
         """

@@ -176,7 +176,7 @@ STEPS = 3
 
 
 def training_batch(replica: int, step: int) -> dict[str, Tensor]:
-    """Of another length for each of the two pairs of ranks, and with labels that the two of a pair share unequally."""
+    """Return a batch whose length differs between the two pairs of ranks, with labels that the two of a pair share unequally."""
     ids = tokens(2, (24, 10)[replica], seed=10 * step + replica)
     labels = ids.masked_fill(torch.arange(ids.shape[1]) < 4, -100)
     return {"input_ids": ids, "shift_labels": nn.functional.pad(labels[:, 1:], (0, 1), value=-100)}

@@ -23,7 +23,7 @@ from trainers import completions, first_step, lora, pairs, prompts, reward, sett
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 STREAM = StreamConfig(chunk_size=7, head_chunk_size=5)
-# Of float32 losses and gradients that differ by rounding alone, seen up to 1e-6; a label more or fewer moves them by 1e-2.
+# Allowed rounding of float32 losses and gradients, seen up to 1e-6; a label more or fewer moves them by 1e-2.
 ROUNDING = 1e-4
 
 
