@@ -26,7 +26,7 @@ _HOMES = {
 }
 
 
-_PACKAGES = ("objectives", "parallel", "trl")
+_PACKAGES = ("distributed", "objectives", "parallel", "trl")
 
 
 def __getattr__(name: str) -> Any:

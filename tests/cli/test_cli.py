@@ -70,7 +70,8 @@ def test_a_plan_of_a_directory_needs_what_runs_its_layers(tmp_path):
 def test_public_names_are_found_when_they_are_asked_for():
     code = (
         "import sys, streamgrad; streamgrad.StreamConfig(); assert 'torch' not in sys.modules; "
-        "assert {*streamgrad.__all__, 'objectives'} <= {*dir(streamgrad)}; streamgrad.parallel.make_zero3_leaves"
+        "assert {*streamgrad.__all__, 'objectives'} <= {*dir(streamgrad)}; streamgrad.parallel.make_zero3_leaves; "
+        "assert streamgrad.distributed.make_zero3_leaves is streamgrad.parallel.make_zero3_leaves"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
