@@ -158,11 +158,26 @@ def test_a_2d_mask_of_another_length(model):
         model(input_ids=ids, labels=ids, attention_mask=torch.ones(2, 30, dtype=torch.long))
 
 
-def test_boundaries_that_do_not_fit_the_sequence(model):
-    streamgrad.enable(model)
-    ends = torch.tensor([0, 9, 20], dtype=torch.int32)
-    with pytest.raises(ValueError, match="cu_seq_lens runs from 0 to 20, but the packed sequence has 23"):
+@pytest.mark.parametrize("ends", [[0, 20], [0, 9, 7, 23], [3, 23], [0, 9, 30], []], ids=str)
+def test_boundaries_that_are_none(ends):
+    """Too short, falling, late, beyond the end, empty."""
+    model = streamgrad.enable(tiny_model("llama"), chunk_size=4)
+    ends = torch.tensor(ends, dtype=torch.int32)
+    with pytest.raises(ValueError, match="are not the boundaries of documents in a packed sequence of 23 tokens"):
         model(input_ids=tokens(1, 23), cu_seq_lens_q=ends, cu_seq_lens_k=ends)
+
+
+def test_boundaries_of_queries_that_are_not_those_of_keys():
+    model = streamgrad.enable(tiny_model("llama"), chunk_size=4)
+    queries, keys = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 9, 23], [0, 11, 23]))
+    with pytest.raises(ValueError, match="cu_seq_lens_q and cu_seq_lens_k differ"):
+        model(input_ids=tokens(1, 23), cu_seq_lens_q=queries, cu_seq_lens_k=keys)
+
+
+def test_several_numbers_of_items():
+    model, ids = streamgrad.enable(tiny_model("llama"), chunk_size=4), tokens(1, 23)
+    with pytest.raises(ValueError, match=r"num_items_in_batch has shape \(2,\)"):
+        model(input_ids=ids, labels=ids, num_items_in_batch=torch.tensor([3, 4]))
 
 
 def test_what_needs_whole_layers_is_refused_while_gradients_are_computed(model):

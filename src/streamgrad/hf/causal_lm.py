@@ -199,6 +199,11 @@ class _HeadJob:
         self.run = own_forward(head)
         self.is_linear = getattr(self.run, "__func__", None) is nn.Linear.forward
         self.items = arguments.get("num_items_in_batch")
+        if isinstance(self.items, Tensor) and self.items.numel() != 1:
+            raise ValueError(
+                f"num_items_in_batch has shape {tuple(self.items.shape)}, and the loss is divided by one number. Pass the number "
+                "of predicted tokens in the whole batch, an int or a tensor with one element."
+            )
         self.is_done = False
         ignore_index = arguments.get("ignore_index", -100)
         shifted = arguments.get("shift_labels")

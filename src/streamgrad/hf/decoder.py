@@ -246,7 +246,12 @@ def _refuse_for_recurrent_layers(arguments: LayerArguments, sharing: SequenceSha
 
 def _mask_of(arguments: LayerArguments, length: int, chunk_size: int) -> CausalMask | DenseMask:
     mask = layer_mask(arguments.attention_mask, length, chunk_size=chunk_size)
-    boundaries = arguments.others.get("cu_seq_lens_q")
-    if boundaries is not None and isinstance(mask, CausalMask):
-        return with_documents(mask, boundaries, length)
-    return mask
+    boundaries, of_keys = (arguments.others.get(f"cu_seq_lens_{side}") for side in "qk")
+    if boundaries is None:
+        return mask
+    if of_keys is not None and of_keys is not boundaries and not torch.equal(boundaries, of_keys.to(boundaries)):
+        raise ValueError(
+            f"cu_seq_lens_q and cu_seq_lens_k differ ({boundaries.numel()} and {of_keys.numel()} boundaries), and a token sees "
+            "the keys of its own document. Pass the same boundaries as both."
+        )
+    return with_documents(mask, boundaries, length) if isinstance(mask, CausalMask) else mask

@@ -171,10 +171,12 @@ def layer_mask(attention_mask: object, length: int, *, chunk_size: int) -> Causa
 def with_documents(mask: CausalMask, cu_seq_lens: Tensor, length: int) -> CausalMask:
     """Return `mask` without attention across documents, whose boundaries are `cu_seq_lens` = [0, end_1, end_2, ..., length]."""
     ends = cu_seq_lens.to(torch.long)
-    if int(ends[0]) != 0 or int(ends[-1]) != length:
+    boundaries = ends.tolist()
+    if not boundaries or boundaries[0] != 0 or boundaries[-1] != length or boundaries != sorted(boundaries):
+        listed = ", ".join(map(str, boundaries[:8])) + (", ..." if len(boundaries) > 8 else "")
         raise ValueError(
-            f"cu_seq_lens runs from {int(ends[0])} to {int(ends[-1])}, but the packed sequence has {length} tokens. "
-            f"It must start at 0 and end at {length}."
+            f"cu_seq_lens=[{listed}] are not the boundaries of documents in a packed sequence of {length} tokens. They must "
+            f"start at 0, never fall, and end at {length}."
         )
     positions_T = torch.arange(length, device=ends.device)
     documents_BT = torch.searchsorted(ends[1:].contiguous(), positions_T, right=True).unsqueeze(0)
