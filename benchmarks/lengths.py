@@ -78,9 +78,9 @@ def cells(objective: str, *, model: str | None = None, card: str = "80GiB") -> l
 
 
 def ballast_of_missing_layers(model: str, *, offload: str, has_copy: bool = False) -> Callable[[PreTrainedModel, int], int]:
-    """Return what counts the bytes that missing layers would hold on the device, for a cut model that keeps inputs.
+    """Return a function that counts the device bytes of the layers which a cut model lacks, where layers keep their inputs.
 
-    With `has_copy`, a frozen copy of the model is held too, a reference, and was cut as much.
+    With `has_copy`, it counts those of a frozen reference model too, which lacks the same layers.
     """
 
     def ballast(network: PreTrainedModel, tokens: int) -> int:

@@ -28,7 +28,7 @@ for step in range(5):
 
 
 def logprobs(network, encoded):
-    """Of each token given those before it; no full logits exist."""
+    """Return the log-probability of each token given those before it, without full logits."""
     hidden = network.model(**encoded).last_hidden_state[:, :-1]
     return streamgrad.token_logprobs(hidden, network.lm_head.weight, encoded["input_ids"][:, 1:], chunk_size=32)
 

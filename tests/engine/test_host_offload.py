@@ -48,7 +48,7 @@ class TestStreams:
         return HostStore()
 
     def shelf(self, store: HostStore, count: int = 2):
-        """Of `count` items, the values of item `n` all being `n + 1`."""
+        """Return a shelf with `count` items; all values of item `n` are `n + 1`."""
         shelf = store.shelf()
         for name in range(count):
             shelf.put(name, [torch.full((1 << 20,), name + 1.0, device="cuda")])

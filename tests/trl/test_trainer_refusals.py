@@ -144,3 +144,11 @@ def test_backward_hooks_on_the_head_are_refused(tmp_path):
     network.lm_head.register_full_backward_hook(lambda module, given, taken: (0.5 * given[0],))
     with pytest.raises(ValueError, match="a backward hook on the language-modelling head cannot be called"):
         first_step(sft(tmp_path, network=network))
+
+
+def test_several_numbers_of_items(tmp_path):
+    """As for `model(..., labels=...)`: a loss divided by two numbers would be two losses."""
+    trainer = sft(tmp_path)
+    inputs = next(iter(trainer.get_train_dataloader()))
+    with pytest.raises(ValueError, match=r"num_items_in_batch has shape \(2,\)"):
+        trainer.model(**inputs, fused_lm_head=True, num_items_in_batch=torch.tensor([3, 4]))

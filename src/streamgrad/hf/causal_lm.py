@@ -199,11 +199,6 @@ class _HeadJob:
         self.run = own_forward(head)
         self.is_linear = getattr(self.run, "__func__", None) is nn.Linear.forward
         self.items = arguments.get("num_items_in_batch")
-        if isinstance(self.items, Tensor) and self.items.numel() != 1:
-            raise ValueError(
-                f"num_items_in_batch has shape {tuple(self.items.shape)}, and the loss is divided by one number. Pass the number "
-                "of predicted tokens in the whole batch, an int or a tensor with one element."
-            )
         self.is_done = False
         ignore_index = arguments.get("ignore_index", -100)
         shifted = arguments.get("shift_labels")
@@ -295,8 +290,14 @@ def _shares_sequences(model: Any) -> bool:
 
 
 def check_labels(model: Any, arguments: dict[str, Any]) -> None:
-    """Raise unless there is one label per token, and none that is predicted from a token which sees no key."""
+    """Raise unless there is one label per token, none that is predicted from a token which sees no key, and one divisor."""
     _refuse_labels_to_be_shifted(model, arguments)
+    items = arguments.get("num_items_in_batch")
+    if isinstance(items, Tensor) and items.numel() != 1:
+        raise ValueError(
+            f"num_items_in_batch has shape {tuple(items.shape)}, and the loss is divided by one number. Pass the number of "
+            "predicted tokens in the whole batch, an int or a tensor with one element."
+        )
     tokens = arguments.get("input_ids") if arguments.get("input_ids") is not None else arguments.get("inputs_embeds")
     labels, shifted = arguments.get("labels"), arguments.get("shift_labels")
     if tokens is None or not isinstance(labels, Tensor):

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -196,15 +197,19 @@ class _DecoderCall:
 
         return run
 
+    @cached_property
+    def parameters(self) -> list[list[nn.Parameter]]:
+        """Parameters of each layer, looked for once a call: the device waits for the first layer meanwhile."""
+        return [parameters_of(layer) for layer in self.layers]
+
     def _other_kinds(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Sample]:
         """A layer of each kind but the first's, by class and sizes, with what the first layer was called with, but for its mask.
 
         None where an engine has the parameters of a layer elsewhere until it is called, or where it takes other arguments.
         """
-        parameters = [parameters_of(layer) for layer in self.layers]
-        if isinstance(self.layers[0], FSDPModule) or any(map(is_partitioned, parameters[0])):
+        if isinstance(self.layers[0], FSDPModule) or any(map(is_partitioned, self.parameters[0])):
             return
-        kinds = [(type(layer), *(p.shape for p in own)) for layer, own in zip(self.layers, parameters, strict=True)]
+        kinds = [(type(layer), *(p.shape for p in own)) for layer, own in zip(self.layers, self.parameters, strict=True)]
         seen, names = {kinds[0]}, list(signature_of(self.forwards[0]).parameters)
         for layer, forward, kind in zip(self.layers, self.forwards, kinds, strict=True):
             if kind not in seen and list(signature_of(forward).parameters) == names:
@@ -228,7 +233,7 @@ class _DecoderCall:
         if not torch.is_grad_enabled() or not planner.must_measure(self.layers, h_BTE):
             return planner.plan_without_costs(len(self.layers), *h_BTE.shape[:2])
         costs = planner.measured_costs(samples, stream.backends, h_BTE, sharing)
-        return planner.plan(PlannedCall(self.decoder, self.layers, h_BTE, stream.head, stream.host_store, sharing), costs)
+        return planner.plan(PlannedCall(self.decoder, self.parameters, h_BTE, stream.head, stream.host_store, sharing), costs)
 
 
 def _refuse_for_recurrent_layers(arguments: LayerArguments, sharing: SequenceSharing) -> None:
@@ -239,9 +244,7 @@ def _refuse_for_recurrent_layers(arguments: LayerArguments, sharing: SequenceSha
             raise SeamError(f"it was called with {name}, and states of layers that begin anew inside of a sequence are not known")
     mask = arguments.attention_mask
     if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
-        raise SeamError(
-            f"its layers with states are given a {type(mask).__name__} as their mask, and not which tokens are padding"
-        )
+        raise SeamError(f"its recurrent layers are given a {type(mask).__name__} as their mask, and not which tokens are padding")
 
 
 def _mask_of(arguments: LayerArguments, length: int, chunk_size: int) -> CausalMask | DenseMask:

@@ -55,7 +55,7 @@ class PlannedCall:
     """A decoder call whose first layer is about to run on `h_BTE`."""
 
     decoder: nn.Module
-    layers: list[nn.Module]
+    layer_parameters: list[list[nn.Parameter]]  # of each layer
     h_BTE: Tensor
     head: HeadFacts | None  # None where the head is not streamed too
     host_store: HostStore
@@ -182,10 +182,10 @@ class Planner:
 
 def _step_facts(call: PlannedCall, costs: LayerCosts, resident: float, budget: Budget) -> StepFacts:
     h_BTE = call.h_BTE
-    trained = [p for layer in call.layers for p in parameters_of(layer) if p.requires_grad and p.grad is None]
+    trained = [p for own in call.layer_parameters for p in own if p.requires_grad and p.grad is None]
     return StepFacts(
         costs=costs,
-        layers=len(call.layers),
+        layers=len(call.layer_parameters),
         rows=h_BTE.shape[0],
         position_bytes=h_BTE.nbytes / h_BTE.shape[1],
         # Off CUDA nothing counts what is on the device, so that the head's weights are not among it.

@@ -80,7 +80,8 @@ class ScoringForward:
             targets_BT, length = shift_labels, shift_labels.shape[1]
         model: Any = self.model
         given = named_arguments(model.base_model.forward, args, kwargs)
-        check_labels(model, given | {"labels": labels, "shift_labels": shift_labels})
+        about_loss = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+        check_labels(model, given | about_loss)
         if torch.is_grad_enabled():
             refuse_backward_hooks(model.get_output_embeddings())
         with head_known_to_decoder(model, _linear_head(model), tokens=targets_BT.numel(), config=self.scoring.config):
