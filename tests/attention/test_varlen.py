@@ -70,7 +70,7 @@ def as_mask(part, start: int, stop: int, batch: int) -> torch.Tensor:
     return whole
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(drawn=masks(), chunk_size=st.integers(1, 22))
 def test_cells_say_what_the_mask_says(drawn, chunk_size):
     mask, length = drawn

@@ -171,7 +171,7 @@ def test_a_pass_inside_of_another(wrong):
 
 def test_passes_in_two_threads():
     """Each is in its middle while the other one is, and only one of them is wrong."""
-    meeting, errors = threading.Barrier(2, timeout=60), {}
+    meeting, errors = threading.Barrier(2, timeout=900), {}
 
     def step(name, wrong):
         model = enabled()

@@ -54,7 +54,7 @@ def masked_batch(kind: str, batch: int, length: int, seed: int) -> dict:
     return arguments | {"labels": labels}
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @example(  # keys whose last axis is not the one that lies consecutively in memory
     family="gpt_oss", kind="none", batch=1, length=2, chunk_size=2, head_chunk_size=1, groups=(3, 3), head_dim=2, window=1,
     keep="input", attention="auto", seed=0,
@@ -88,7 +88,7 @@ def test_any_model_any_batch(
         assert_same_step(run_step(model, arguments), expected, 1e-9)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     family=st.sampled_from(sorted(FAMILIES)),
     kind=masks,
@@ -121,7 +121,7 @@ def test_any_plan(family, kind, batch, lengths, plan, training, fused_kernels, s
         assert_same_step(actual, expected, 1e-9)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     length=st.integers(1, 20),
     chunk_size=st.integers(1, 22),
@@ -203,7 +203,7 @@ def test_queries_and_gradients_with_any_strides():
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-14)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.integers(1, 9),
     keys=st.integers(1, 12),

@@ -329,7 +329,7 @@ def test_bad_reduction():
         streamgrad.linear_cross_entropy(hidden, weight, targets, reduction="none")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     n=st.integers(1, 40),
     e=st.integers(1, 12),

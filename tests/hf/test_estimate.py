@@ -15,7 +15,7 @@ from streamgrad.memory.seconds import Rates
 from tiny import tiny_config, tiny_model
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     sequence=st.integers(1, 1_000_000),
     memory=st.integers(20, 160),

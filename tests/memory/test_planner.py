@@ -84,7 +84,7 @@ def test_without_room_there_is_the_smallest_plan_and_a_no():
     assert not fits and plan.host_bytes > 1 * GB
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sequence=st.integers(1, 600_000),
     budget=st.floats(9 * GB, 200 * GB),

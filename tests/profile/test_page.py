@@ -120,7 +120,7 @@ def visit(page: str, tmp_path) -> dict:
     done = subprocess.run(
         [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}",
          "--window-size=1400,900", "--virtual-time-budget=5000", "--dump-dom", path.as_uri()],
-        capture_output=True, text=True, timeout=120, check=True,
+        capture_output=True, text=True, timeout=900, check=True,
     )  # fmt: skip
     match = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, flags=re.DOTALL)
     assert match, done.stdout[-2000:] + done.stderr[-2000:]

@@ -158,7 +158,7 @@ def test_the_compatibility_page_is_up_to_date(monkeypatch):
 def test_the_site_builds_without_a_warning(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
-        cwd=ROOT, capture_output=True, text=True, timeout=120, env={"NO_MKDOCS_2_WARNING": "1", "PATH": ""},
+        cwd=ROOT, capture_output=True, text=True, timeout=900, env={"NO_MKDOCS_2_WARNING": "1", "PATH": ""},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     start = (tmp_path / "site/index.html").read_text()

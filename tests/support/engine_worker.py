@@ -350,7 +350,7 @@ def check_cases(subtests: Any, cases: list[Case], *, world_size: int = 2) -> Non
                 assert actual, "no collective was seen"
 
 
-def launch(function: Callable, *args: Any, world_size: int = 2, timeout_s: float = 240.0) -> list[Any]:
+def launch(function: Callable, *args: Any, world_size: int = 2, timeout_s: float = 900.0) -> list[Any]:
     """`function(*args)` in a process group of `world_size` new processes: what each rank returned, or a rank's error."""
     with tempfile.TemporaryDirectory() as folder:
         processes = mp.spawn(_worker, args=(world_size, folder, timeout_s, function, args), nprocs=world_size, join=False)

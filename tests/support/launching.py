@@ -17,7 +17,7 @@ CONFIGS = ROOT / "examples" / "accelerate_configs"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
-def run(*command: object, timeout_s: float = 120.0) -> subprocess.CompletedProcess:
+def run(*command: object, timeout_s: float = 900.0) -> subprocess.CompletedProcess:
     """`python *command` with this checkout's modules, one thread, and DeepSpeed told that there is no GPU."""
     paths = os.pathsep.join(str(ROOT / folder) for folder in ("src", "tests/support"))
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -118,16 +117,12 @@ def test_accelerate_launch(data, alone, tmp_path, config, objective, engine, bat
 
 
 def test_a_failing_rank_ends_the_job_with_its_message(tmp_path):
-    """The other rank waits for the rewards of all at that moment."""
-    started = time.monotonic()
+    """The other rank waits for the rewards of all at that moment; `run` raises if the job does not end."""
     small = ["--num_generations", 4, "--max_completion_length", 4, "--reward_funcs", "failing_rank_reward.reward"]
-    done = run(
-        *TORCHRUN, "-m", "streamgrad", "train", "grpo", "--output_dir", tmp_path, "--max_steps", 2, *small, timeout_s=100.0
-    )
+    done = run(*TORCHRUN, "-m", "streamgrad", "train", "grpo", "--output_dir", tmp_path, "--max_steps", 2, *small)
     assert done.returncode != 0
     assert "[rank1]: streamgrad: no reward for you\n" in done.stderr
     assert "[rank0]: streamgrad:" not in done.stderr and "Saved:" not in done.stdout
-    assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize(
