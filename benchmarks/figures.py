@@ -171,7 +171,7 @@ def _max_length(records: Records, paper: dict[str, Any]) -> Any:
         own = [record for record in large if record["objective"] == objective]
         _longest_bars(axes, own, theirs, theirs[objective])
         axes.set(ylabel="tokens (thousands)", title=f"{title}, 80 GB")
-    panels[0].legend(frameon=False, fontsize=9, loc="upper right")
+    panels[0].legend(frameon=False, fontsize=9, loc="center right")
     figure.supxlabel(
         "ours with fewer layers and ballast for the others; a column without bars has no figure in the paper", size=9
     )
@@ -226,7 +226,7 @@ def _linear(records: Records, paper: dict[str, Any]) -> Any:
         axes.set_xticks(list(places.values()), ["standard" if parts == 1 else str(parts) for parts in places])
         axes.set_xlabel("partitions of the rows of X")
         axes.set_ylim(bottom=0)
-        axes.legend(frameon=False, fontsize=9, loc="upper right")
+        axes.legend(frameon=False, fontsize=9, loc="center right")
     memory.set(ylabel="memory (GB)", title="Memory")
     time.set(ylabel="time (s)", title="Time")
     for (parts,), record in large.items():

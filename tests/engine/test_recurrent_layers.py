@@ -189,20 +189,19 @@ def test_a_layer_that_leaves_the_state_out_is_refused():
         model(input_ids=ids)
     with (
         mock.patch.object(RecurrentChunk, "get_recurrent_state", lambda *args, **kwargs: (read(*args, **kwargs), None)[1]),
-        pytest.raises(ValueError, match="other states or outputs for a sequence in chunks"),
+        pytest.raises(ValueError, match="Qwen3NextDecoderLayer 0 gives other outputs for tokens in chunks"),
     ):
         model(input_ids=ids)
 
 
-def test_padding_alone_does_not_settle_whether_a_layer_takes_states_up():
+def test_a_layer_that_leaves_the_state_out_is_refused_although_the_first_tokens_are_padding():
     model, ids = small_model("qwen3_next"), tokens(1, 23)
     torch.nn.init.constant_(model.model.layers[0].linear_attn.A_log, -3.0)
     streamgrad.enable(model, chunk_size=5)
     read = RecurrentChunk.get_recurrent_state
     with mock.patch.object(RecurrentChunk, "get_recurrent_state", lambda *args, **kwargs: (read(*args, **kwargs), None)[1]):
-        model(input_ids=ids, attention_mask=torch.arange(23)[None] >= 9)
-        with pytest.raises(ValueError, match="other states or outputs"):
-            model(input_ids=ids)
+        with pytest.raises(ValueError, match="gives other outputs for tokens in chunks"):
+            model(input_ids=ids, attention_mask=torch.arange(23)[None] >= 9)
 
 
 def test_forward_holds_the_states_before_one_chunk():

@@ -20,6 +20,7 @@ from torch import Tensor
 from streamgrad.attention.backends import Block, choose, run_or_replace
 from streamgrad.attention.masks import CausalMask, DenseMask
 from streamgrad.engine.kv_chunk import Attended, Chunk, KeyGradient, KeyValueStream, with_dense_rows
+from streamgrad.engine.trial import LoneTokens
 from streamgrad.memory.costs import KEYS_AT_ONCE
 from streamgrad.ops.accumulate import as_sum
 from streamgrad.ops.autograd import first_order_only
@@ -44,6 +45,8 @@ def streamed_attention(
     # Kernels need one head size for keys and values. Columns of zeros change neither scores nor outputs.
     size, value_size = max(key_BGLD.shape[-1], value_BGLD.shape[-1]), value_BGLD.shape[-1]
     query_BHLD, key_BGLD, value_BGLD = (_widened(tensor, size) for tensor in (query_BHLD, key_BGLD, value_BGLD))
+    if isinstance(chunk, LoneTokens):
+        return chunk.attend(query_BHLD, key_BGLD, value_BGLD, scale)[..., :value_size]
     chunk.receive(key_BGLD, value_BGLD)
     mask = chunk.mask
     assert isinstance(mask, CausalMask | DenseMask)

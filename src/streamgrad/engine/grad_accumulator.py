@@ -12,7 +12,7 @@ Shapes: N tokens, I inputs, O outputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -77,39 +77,47 @@ class GradAccumulator(Tensor):
             return sum(terms[1:], terms[0]) if terms else None
 
 
+@contextmanager
+def swapped_parameters(module: nn.Module, stand_ins: Mapping[int, Tensor]) -> Iterator[set[int]]:
+    """Within the block, `module` and its submodules read stand-ins, given by parameters' ids; yield the ids that were found.
+
+    Entries of `_parameters` are swapped, which no hook or engine observes, and put back whatever happens.
+    """
+    swapped: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+    try:
+        for submodule in modules_of(module):
+            for name, parameter in submodule._parameters.items():
+                if parameter is not None and id(parameter) in stand_ins:
+                    swapped.append((submodule._parameters, name, parameter))
+                    submodule._parameters[name] = stand_ins[id(parameter)]  # type: ignore[assignment]
+        yield {id(parameter) for _, _, parameter in swapped}
+    finally:
+        for entries, name, parameter in swapped:
+            entries[name] = parameter
+
+
 class GradAccumulators:
-    """GradAccumulators of `parameters`, in their order; plain leaves where a single chunk leaves nothing to be `summed`."""
+    """GradAccumulators of `parameters`, in their order.
+
+    Leaves of the parameter's own class stand in where a single chunk leaves nothing to be `summed`, and for parameters whose
+    class has operations of its own (quantised training).
+    """
 
     def __init__(self, parameters: Sequence[Tensor], *, summed: bool) -> None:
         self.parameters = list(parameters)
-        make = GradAccumulator.of if summed else _leaf
-        self.tensors = [make(parameter) for parameter in self.parameters]
+        self.tensors = [_stand_in(parameter, summed=summed) for parameter in self.parameters]
 
     @contextmanager
     def installed_in(self, module: nn.Module) -> Iterator[None]:
-        """Within the block, `module` and its submodules read the accumulators wherever they hold one of the parameters.
-
-        Entries of `_parameters` are swapped, which no hook or engine observes, and put back whatever happens.
-        """
-        accumulator_of = {
-            id(parameter): accumulator for parameter, accumulator in zip(self.parameters, self.tensors, strict=True)
-        }
-        swapped: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-        try:
-            for submodule in modules_of(module):
-                for name, parameter in submodule._parameters.items():
-                    if parameter is not None and id(parameter) in accumulator_of:
-                        swapped.append((submodule._parameters, name, parameter))
-                        submodule._parameters[name] = accumulator_of[id(parameter)]  # type: ignore[assignment]
-            if len({id(parameter) for _, _, parameter in swapped}) != len(accumulator_of):
+        """Within the block, `module` and its submodules read the accumulators wherever they hold one of the parameters."""
+        stand_ins = {id(parameter): tensor for parameter, tensor in zip(self.parameters, self.tensors, strict=True)}
+        with swapped_parameters(module, stand_ins) as swapped:
+            if len(swapped) != len(stand_ins):
                 raise RuntimeError(
                     "parameters of a layer were replaced between forward and backward (by load_state_dict(assign=True), "
                     "functional_call or assignment), so their gradients would be lost. Call backward first."
                 )
             yield
-        finally:
-            for entries, name, parameter in swapped:
-                entries[name] = parameter
 
     @labelled("gradients")
     def take_sums(self) -> list[Tensor | None]:
@@ -133,8 +141,17 @@ def _converted(total: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if total is None else total.to(dtype)
 
 
-def _leaf(parameter: Tensor) -> Tensor:
-    return parameter.detach().requires_grad_()
+def _stand_in(parameter: Tensor, *, summed: bool) -> Tensor:
+    """Return a leaf with the parameter's values; of its own class, where it is of one: that may have operations of its own."""
+    if type(parameter) in (nn.Parameter, Tensor):
+        return GradAccumulator.of(parameter) if summed else parameter.detach().requires_grad_()
+    leaf = parameter.detach()
+    if type(leaf) is not type(parameter):
+        leaf = leaf.as_subclass(type(parameter))
+    leaf.requires_grad_()
+    if summed and leaf.dtype is not accumulator_dtype(leaf.dtype):
+        leaf.grad_dtype = accumulator_dtype(leaf.dtype)  # what chunks give is summed by autograd
+    return leaf
 
 
 def _linear(hidden: Tensor, weight: GradAccumulator, bias: Tensor | None = None) -> Tensor:

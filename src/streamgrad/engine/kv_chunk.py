@@ -146,7 +146,6 @@ class Chunk(LayerChunk):
     own: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     cached: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     attention_calls: int = 0
-    made_after_update: bool = False  # keys and values are not what was cached
     sharing: SequenceSharing = ALONE
 
     def update(

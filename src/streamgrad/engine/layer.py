@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,16 +28,14 @@ from streamgrad.engine.grad_accumulator import GradAccumulators
 from streamgrad.engine.guards import NO_ADAPTERS, AdapterFacts, RerunGuard, check_leaves, gradient_of_input
 from streamgrad.engine.host_offload import HostStore
 from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, SeamError, StopAfterWrite, spans
-from streamgrad.engine.module_walk import modules_of, parameters_of, trainable_parameters
+from streamgrad.engine.module_walk import parameters_of, trainable_parameters
 from streamgrad.engine.policy import LayerPolicy
 from streamgrad.engine.replay import Autocast, RandomTape
 from streamgrad.engine.saved import Reader, Saved, SavedOnDevice, SavedOnHost
+from streamgrad.engine.trial import LoneTokens, Span, Trial
 from streamgrad.engine.ulysses import ALONE, SequenceSharing
 from streamgrad.ops.autograd import first_order_only
 from streamgrad.ops.memory_label import labelled, memory_label
-
-# Layers whose chunks `check_chunks` has found to be right.
-CHECKED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @dataclass
@@ -63,10 +60,10 @@ class StreamedCall:
     def __call__(self, h_BTE: Tensor) -> Tensor:
         if torch.is_grad_enabled() and self.policy.keep == "all":
             return self._with_ordinary_graph(h_BTE)
-        parameters = trainable_parameters(self.layer)
+        parameters = trainable_parameters(self.layer) if torch.is_grad_enabled() else []
         if not torch.is_grad_enabled() or not (h_BTE.requires_grad or parameters):
-            with torch.no_grad():
-                return _forward(self, h_BTE, self.random_tape(h_BTE), None, None)[0]
+            # Not under no_grad: nothing here needs a gradient, so there is no graph, unless the layer reads what is not its own.
+            return _forward(self, h_BTE, self.random_tape(h_BTE), None, None)[0]
         return _StreamedLayer.apply(self, h_BTE, *parameters)
 
     def _with_ordinary_graph(self, h_BTE: Tensor) -> Tensor:
@@ -108,10 +105,18 @@ class StreamedCall:
         """For the whole sequence of which this process has `length` tokens."""
         return KeyValueStream(self.sharing.ranks * length, tensors)
 
-    def check_chunks(self, chunk: Chunk, h_BTE: Tensor) -> None:
-        """Raise where the first chunk has shown code that may not be the same in chunks."""
-        if chunk.made_after_update:
-            _check_keys_of_single_tokens(self, h_BTE)
+    def trial(self) -> Trial:
+        """Return what shows, before the first step in chunks, whether chunks give what the whole sequence would."""
+        return Trial(self.layer, self.name, self._run_alone, self.adapters, self.chunk_size)
+
+    def _run_alone(self, h_BNE: Tensor, parts: Sequence[Span]) -> Tensor:
+        """Run the layer on parts of few tokens, each of which sees itself only."""
+        outputs = []
+        for span in parts:
+            chunk = LoneTokens(*span)
+            outputs.append(self.run(h_BNE[:, slice(*span)], chunk))
+            chunk.check_finished()
+        return torch.cat(outputs, dim=1)
 
 
 class _StreamedLayer(torch.autograd.Function):
@@ -191,11 +196,12 @@ def _forward(
         with tape.recording(index):
             out_BLE = call.run(h_BTE[:, start:stop], chunk)
         chunk.check_finished()
-        if index == 0 and stop < h_BTE.shape[1]:
-            call.check_chunks(chunk, h_BTE)
+        check_leaves(out_BLE, [], call.name)
         replaced = index == 0 and not all(map(operator.is_, call.layer.buffers(), buffers))
         if replaced or [buffer._version for buffer in buffers] != versions:
             raise SeamError("its layers change a buffer in forward, which would happen once a chunk and again in backward")
+        if index == 0 and stop < h_BTE.shape[1]:
+            call.trial()(h_BTE)
         if guard is not None:
             guard.note(out_BLE)
         if kept is not None:
@@ -226,47 +232,3 @@ def _restore_stream(call: StreamedCall, tape: RandomTape, reader: Reader, length
 def _write_keys(call: StreamedCall, h_BLE: Tensor, span: tuple[int, int], stream: KeyValueStream) -> None:
     with contextlib.suppress(StopAfterWrite):
         call.run(h_BLE, call.chunk(span, stream, stop_after_write=True))
-
-
-def _check_keys_of_single_tokens(call: StreamedCall, h_BTE: Tensor) -> None:
-    """Raise where a token's keys depend on the tokens that are in its chunk, or on its place there.
-
-    Code that makes keys of what a cache returned has all earlier tokens before it there, and may count on that (by rotating keys
-    by their index, say). It is asked once for each layer.
-    """
-    if call.layer in CHECKED or h_BTE.is_meta:
-        return
-    call = replace(call, sharing=ALONE)  # whether other ranks ask too is not known here
-    of_two, of_one = call.new_stream(2), call.new_stream(2)
-    with torch.no_grad(), in_eval_mode(call.layer):  # as draws of a dropout do depend on a chunk
-        _write_keys(call, h_BTE[:, :2], (0, 2), of_two)
-        _write_keys(call, h_BTE[:, 1:2], (1, 2), of_one)
-    for expected, actual in zip(of_two.read(1, 2), of_one.read(1, 2), strict=True):
-        if relative_difference(actual, expected) > largest_rounding(actual):  # not where they are NaN, as in the stock model
-            raise SeamError(
-                "its attention makes keys after past_key_values.update that depend on more than their own token and its position"
-            )
-    # Two tokens that are alike, as padding is, would not show it if one had a part in the keys of the other.
-    if not torch.equal(h_BTE[:, 0], h_BTE[:, 1]) and all(keys.isfinite().all() and keys.any() for keys in of_one.read(1, 2)):
-        CHECKED.add(call.layer)
-
-
-def relative_difference(actual: Tensor, expected: Tensor) -> float:
-    return ((actual - expected).norm() / expected.norm().clamp(min=1e-30)).item()
-
-
-def largest_rounding(tensor: Tensor) -> float:
-    """The relative difference that is taken for rounding: 8 bits in 16, and products may have 10 in 32."""
-    return 0.03 if tensor.dtype.itemsize == 2 or torch.is_autocast_enabled(tensor.device.type) else 0.003
-
-
-@contextlib.contextmanager
-def in_eval_mode(layer: nn.Module) -> Iterator[None]:
-    training = [module for module in modules_of(layer) if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

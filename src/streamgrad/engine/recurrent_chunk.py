@@ -16,6 +16,7 @@ Shapes: B batch, T sequence, E model width, C channels, K width of a convolution
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,8 @@ import torch
 from torch import Tensor
 
 from streamgrad.engine.kv_chunk import Attended, LayerChunk, SeamError, StopAfterWrite, UnknownSeamAttribute, spans
-from streamgrad.engine.layer import CHECKED, StreamedCall, in_eval_mode, largest_rounding, relative_difference
+from streamgrad.engine.layer import StreamedCall
+from streamgrad.engine.trial import Span, Trial
 
 # Keyed by kind, "conv" or "recurrent", and number: a layer may have several of each.
 States = dict[tuple[str, int], Tensor]
@@ -49,13 +51,13 @@ class RecurrentChunk(LayerChunk):
     stream: RecurrentStates
     stop_after_write: bool = False
     in_backward: bool = False
+    ignores_padding: bool = False  # or a trial's random tokens would be set to zero, as padding is
     given: States = field(init=False, repr=False)
     read: set[tuple[str, int]] = field(default_factory=set, repr=False)
     written: States = field(default_factory=dict, repr=False)
 
     # A recurrent layer has no attention to keep.
     kept: Attended | None = None
-    made_after_update = False
 
     def __post_init__(self) -> None:
         self.given = self.stream.before[self.start]
@@ -161,27 +163,15 @@ class RecurrentCall(StreamedCall):
     def new_stream(self, length: int, tensors: tuple[Tensor, Tensor] | None = None) -> Any:
         return RecurrentStates(self.names)
 
-    def check_chunks(self, chunk: Any, h_BTE: Tensor) -> None:
-        """Raise if the first tokens have other states or outputs in two chunks than in one.
+    def trial(self) -> Trial:
+        """Return the trial of a layer whose code may ignore the state before a chunk."""
+        return Trial(self.layer, self.name, self._run_from_start, self.adapters, self.chunk_size, least=2, mixes_by_states=True)
 
-        A layer's code may ignore the state before a chunk. Each layer is checked once.
-        """
-        if self.layer in CHECKED or h_BTE.is_meta or h_BTE.shape[1] < 4:
-            return
-        cut, length = h_BTE.shape[1] // 2 if h_BTE.shape[1] < 8 else 6, min(8, h_BTE.shape[1])
-        whole, parts = RecurrentStates(set()), RecurrentStates(set())
-        outputs, states = [], []
-        with torch.no_grad(), in_eval_mode(self.layer):
-            for stream, span in ((whole, (0, length)), (parts, (0, cut)), (parts, (cut, length))):
-                part = RecurrentChunk(*span, stream=stream)
-                outputs.append(self.run(h_BTE[:, slice(*span)], part).flatten(2))
-                part.check_finished()
-                states.append(stream.before[span[1]])
-        expected, between, actual = states
-        state_error = max(relative_difference(actual[name], state) for name, state in expected.items())
-        # The smallest error of a token: where rounding decides, a router may send single tokens to other experts.
-        output_error = min(map(relative_difference, outputs[2].flatten(0, 1), outputs[0][:, cut:].flatten(0, 1)))
-        if max(state_error, output_error) > largest_rounding(outputs[0]):
-            raise SeamError("its layers give other states or outputs for a sequence in chunks than for the whole of it")
-        if all(state.any() and state.isfinite().all() for state in between.values()):
-            CHECKED.add(self.layer)  # else (the first tokens may be padding) ignoring the state would not have shown
+    def _run_from_start(self, h_BNE: Tensor, parts: Sequence[Span]) -> Tensor:
+        """Run the layer on the parts of one sequence, each from the states after the one before."""
+        outputs, states = [], RecurrentStates(set())
+        for span in parts:
+            chunk = RecurrentChunk(*span, stream=states, ignores_padding=True)
+            outputs.append(self.run(h_BNE[:, slice(*span)], chunk))
+            chunk.check_finished()
+        return torch.cat(outputs, dim=1)

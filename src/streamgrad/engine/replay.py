@@ -49,6 +49,10 @@ class RandomTape:
         self._cuda_devices = [device for device in dict.fromkeys(devices) if device.type == "cuda"]
         self._states: dict[int, tuple[Tensor, ...]] = {}
 
+    @property
+    def has_draws(self) -> bool:
+        return bool(self._states)
+
     @contextmanager
     def recording(self, chunk_index: int) -> Iterator[None]:
         before = self._state()

@@ -100,6 +100,11 @@ def layer_refusals(modules: list[nn.Module]) -> Iterator[str]:
                 f"{_place(layer, module)} is inside the layer and depends on the sequence length ({module.rope_type} rotary "
                 "embedding)"
             )
+        if type(module).__name__ == "Float8Linear" and _has_tensorwise_scales(module):
+            yield (
+                f"{_place(layer, module)} trains in float8 with one scale for a whole tensor, which would be another one in each "
+                "chunk; use row-wise scales, Float8LinearConfig.from_recipe_name('rowwise'), which are exact in chunks"
+            )
         adapter = why_not_in_chunks(module)
         if adapter is not None:
             yield f"{_place(layer, module)} {adapter}"
@@ -110,6 +115,14 @@ def layer_refusals(modules: list[nn.Module]) -> Iterator[str]:
                 f"ZeRO-3 gathers the parameters of {type(layer).__name__} module by module; so that a layer is gathered as a "
                 "whole, call streamgrad.parallel.make_zero3_leaves(model) before deepspeed.initialize or accelerator.prepare"
             )
+
+
+def _has_tensorwise_scales(module: Any) -> bool:
+    """Return whether torchao scales its inputs or their gradients by one number; the weight is the same in every chunk."""
+    of_tokens = ("cast_config_input", "cast_config_grad_output")
+    casts = [value for name, value in vars(module.config).items() if name.startswith(of_tokens)]
+    scaled = [cast for cast in casts if getattr(cast.scaling_type, "name", "") != "DISABLED"]
+    return any(cast.scaling_granularity.name == "TENSORWISE" for cast in scaled)
 
 
 def is_recurrent(modules: list[nn.Module]) -> bool:

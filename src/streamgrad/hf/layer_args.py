@@ -56,7 +56,9 @@ class LayerArguments:
         """Return the layer's hidden states for one chunk, taken out of the 1-tuple that some layers return."""
         others = {name: _cut(name, value, chunk.start, chunk.stop) for name, value in self.others.items()}
         # Recurrent layers get the padding mask, (B, T), and set padded tokens to zero.
-        mask = chunk if isinstance(chunk, Chunk) else _cut("attention_mask", self.attention_mask, chunk.start, chunk.stop)
+        mask: Any = chunk
+        if isinstance(chunk, RecurrentChunk):
+            mask = None if chunk.ignores_padding else _cut("attention_mask", self.attention_mask, chunk.start, chunk.stop)
         out = self.forward(h_BLE, attention_mask=mask, **{self.cache_name: chunk}, **others)
         if isinstance(out, tuple):
             if len(out) != 1:

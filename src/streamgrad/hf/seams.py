@@ -63,8 +63,6 @@ def stream_attention_forward(
             raise SeamError(f"its attention is called with {name}={type(argument).__name__}, which streaming does not support")
     if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise SeamError("its attention is not causal")
-    cached = attention_mask.cached or (key, value)
-    attention_mask.made_after_update = key is not cached[0] or value is not cached[1]
     out_BHLD = streamed_attention(
         attention_mask,
         *map(as_autocast, (query, key, value)),

@@ -8,7 +8,6 @@ Shapes: B batch, L tokens, E model width, G key/value heads, S keys, D head size
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from streamgrad.engine.ulysses import ALONE, SequenceSharing
 from streamgrad.memory.costs import LayerCosts
 from streamgrad.memory.live_bytes import LiveBytes
 from streamgrad.ops.accumulate import accumulator_dtype
+from streamgrad.ops.autograd import as_saved, own_graph
 
 PROBED_TOKENS = 256
 
@@ -142,7 +142,7 @@ class _Trial:
     def _alive(self, h_BLE: Tensor) -> tuple[int, int]:
         """The most that there was, and what there was when attention's backward had run."""
         dout_BLE = torch.zeros_like(h_BLE)
-        with _own_graph(), LiveBytes() as live, torch.autograd.set_multithreading_enabled(False):
+        with own_graph(), LiveBytes() as live, torch.autograd.set_multithreading_enabled(False):
             chunk = self._chunk(h_BLE, live)
             out_BLE = self.run(h_BLE, chunk)
             chunk.release()
@@ -158,18 +158,6 @@ class _Trial:
         return Chunk(0, length, stream, self.mask, self.backends, keep_attention=True, sharing=self.sharing)
 
 
-def _own_graph() -> AbstractContextManager[Any]:
-    """Within the block, what a graph saves is not handed to hooks of the program's: checkpointing's would run the model again."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-        return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(_as_saved, lambda tensor: tensor)
-
-
-def _as_saved(tensor: Tensor) -> Tensor:
-    """What a hook may give to be saved: the tensor itself, where it is a node's own output, would keep that node for good."""
-    return tensor.detach()
-
-
 class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
     """Bytes that a graph saves beside the layer's input and its weights, each storage once; a slice counts as its own size."""
 
@@ -182,7 +170,7 @@ class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
             if storage._cdata not in others:
                 # A slice counts as its own size: rotary angles are slices of the whole sequence's.
                 sizes[storage._cdata] = max(sizes.get(storage._cdata, 0), min(storage.nbytes(), tensor.nbytes))
-            return _as_saved(tensor)
+            return as_saved(tensor)
 
         super().__init__(note, lambda tensor: tensor)
         self._sizes = sizes

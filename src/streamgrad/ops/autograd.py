@@ -1,4 +1,4 @@
-"""Helpers of the autograd functions: they refuse second derivatives and return no views.
+"""Helpers of the autograd functions: they refuse second derivatives, return no views, and keep trial graphs to themselves.
 
 A gradient that is computed in chunks has no graph that could be differentiated again.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -37,3 +38,15 @@ def own(tensor: Tensor, shape: torch.Size | None = None) -> Tensor:
     if shape is None and not tensor._is_view():
         return tensor
     return torch.ops.aten._unsafe_view(tensor, tensor.shape if shape is None else shape)
+
+
+def own_graph() -> AbstractContextManager[Any]:
+    """Within the block, what a graph saves is not handed to hooks of the program's: checkpointing's would run the model again."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(as_saved, lambda tensor: tensor)
+
+
+def as_saved(tensor: Tensor) -> Tensor:
+    """Return what a hook may give to be saved: a node's own output itself would keep that node for good."""
+    return tensor.detach()

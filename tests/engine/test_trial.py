@@ -1,0 +1,226 @@
+"""A layer in which tokens meet outside of attention is refused before its first step in chunks, whatever makes them meet."""
+
+from __future__ import annotations
+
+import random
+
+import batches
+import pytest
+import torch
+from gradients import assert_same_step, no_float32, run_step
+from lora import with_lora
+from tiny import FAMILIES, tiny_model
+from torch import Tensor, nn
+
+import streamgrad
+
+WIDTH, CHUNK = 24, 7
+
+
+class OverTokens(nn.Module):
+    """A module that reads (B, E, L), as convolutions do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.inner(h.mT).mT[:, : h.shape[1]]
+
+
+class Cell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(WIDTH, WIDTH)
+
+    def forward(self, h: Tensor) -> Tensor:
+        state, outputs = None, []
+        for token in h.unbind(dim=1):
+            state = self.cell(token, state)
+            outputs.append(state[0])
+        return torch.stack(outputs, dim=1)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.attention(h, h, h)[0]
+
+
+class Gated(nn.Module):
+    """An adapter that starts as nothing: its last weight is zero, and what is before it mixes tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
+        nn.init.zeros_(self.up.weight)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.up(h.cumsum(dim=1))
+
+
+class Function(nn.Module):
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.function(h)
+
+
+def _normalised_in_backward(h: Tensor) -> Tensor:
+    h = h * 1.0
+    if h.requires_grad:
+        h.register_hook(lambda gradient: gradient / gradient.norm())
+    return h
+
+
+MODULES = {
+    "MultiheadAttention": SelfAttention,
+    "LSTMCell": Cell,
+    "TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True),
+    "ConvTranspose1d": lambda: OverTokens(nn.ConvTranspose1d(WIDTH, WIDTH, 3)),
+    "AvgPool1d": lambda: OverTokens(nn.AvgPool1d(3, stride=1, padding=1)),
+    "MaxPool1d": lambda: OverTokens(nn.MaxPool1d(3, stride=1, padding=1)),
+    "InstanceNorm1d": lambda: OverTokens(nn.InstanceNorm1d(WIDTH)),
+    "GroupNorm": lambda: OverTokens(nn.GroupNorm(2, WIDTH)),
+    "Softmax": lambda: nn.Softmax(dim=1),
+    "ConstantPad1d": lambda: OverTokens(nn.ConstantPad1d((1, 0), 0.0)),
+    "zero at first": Gated,
+}
+FUNCTIONS = {
+    "mean": lambda h: h.mean(dim=1, keepdim=True).expand_as(h),
+    "cumulative sum": lambda h: h.cumsum(dim=1),
+    "roll": lambda h: h.roll(1, dims=1),
+    "roll by two": lambda h: h.roll(2, dims=1),
+    "flip": lambda h: h.flip(1),
+    "shift": lambda h: torch.nn.functional.pad(h, (0, 0, 1, 0))[:, :-1],
+    "first token": lambda h: h[:, :1].expand_as(h),
+    "a hundredth of the last": lambda h: h + 0.01 * h[:, -1:],
+    "sorted": lambda h: h.sort(dim=1).values,
+    "a scale without a derivative": lambda h: h / h.detach().abs().amax(),
+    "a place in the chunk": lambda h: h * torch.arange(h.shape[1], dtype=h.dtype)[:, None],
+    "length": lambda h: h / h.shape[1],
+    "no value, but a derivative": lambda h: h + (h.mean(dim=1, keepdim=True) - h.mean(dim=1, keepdim=True).detach()),
+    "gradients of all": _normalised_in_backward,
+}
+MIXERS = MODULES | {name: lambda function=function: Function(function) for name, function in FUNCTIONS.items()}
+
+
+def mixed_model(mixer: nn.Module, dtype: torch.dtype = torch.float64, family: str = "llama"):
+    """A model whose second layer passes the MLP's output through `mixer`."""
+    model = tiny_model(family, dtype=dtype)
+    mlp, mixer = model.model.layers[1].mlp, mixer.to(dtype)
+    mlp.mixer = mixer
+    mlp.register_forward_hook(lambda module, args, out: out + module.mixer(out))
+    return model
+
+
+def assert_refused(model, match: str = "LlamaDecoderLayer 1 ") -> None:
+    model.zero_grad()
+    with pytest.raises(ValueError, match=match):
+        model(**batches.plain(model))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_mixer_is_refused_in_chunks_and_exact_in_one(name):
+    model = mixed_model(MIXERS[name]())
+    batch = batches.plain(model)
+    with no_float32():
+        expected = run_step(model, batch)
+        streamgrad.enable(model, chunk_size=CHUNK)
+        assert_refused(model)
+        streamgrad.disable(model)
+        streamgrad.enable(model, chunk_size=batches.LENGTH)
+        assert_same_step(run_step(model, batch), expected, 1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["GroupNorm", "ConstantPad1d", "mean", "shift", "a scale without a derivative"])
+def test_a_mixer_is_refused_in_every_precision(name, dtype):
+    assert_refused(streamgrad.enable(mixed_model(MIXERS[name](), dtype), chunk_size=CHUNK))
+
+
+@pytest.mark.parametrize("keep", ["input", "attention"])
+def test_a_mixer_that_comes_later_is_refused(keep):
+    """As a hook, as another module, or as another forward, after steps that were right."""
+    for attach in (
+        lambda mlp: mlp.register_forward_hook(lambda module, args, out: out.cumsum(dim=1)),
+        lambda mlp: setattr(mlp, "act_fn", Function(FUNCTIONS["mean"])),
+        lambda mlp: setattr(mlp, "forward", lambda h, plain=mlp.forward: plain(h).roll(1, dims=1)),
+    ):
+        model = streamgrad.enable(tiny_model("llama"), chunk_size=CHUNK, keep=keep)
+        run_step(model, batches.plain(model))
+        attach(model.model.layers[1].mlp)
+        assert_refused(model)
+
+
+def test_keys_and_queries_that_mix_tokens_are_refused():
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        model = streamgrad.enable(tiny_model("llama"), chunk_size=CHUNK)
+        getattr(model.model.layers[1].self_attn, name).register_forward_hook(lambda module, args, out: out.roll(1, dims=1))
+        assert_refused(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_family_is_refused_in_16_bits(family):
+    """Where rounding decides, a router sends a token to other experts: that is no mixing."""
+    for seed in range(3):
+        model = streamgrad.enable(tiny_model(family, dtype=torch.bfloat16, seed=seed), chunk_size=CHUNK)
+        with torch.no_grad():
+            model(input_ids=batches.plain(model)["input_ids"], use_cache=False)
+
+
+def test_a_trial_leaves_nothing_behind():
+    model, seen = streamgrad.enable(mixed_model(nn.Dropout(0.2)), chunk_size=CHUNK), []
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, out: seen.append(module.training))
+    values = [parameter.clone() for parameter in model.parameters()]
+    first, second = (_loss_from_seed(model) for _ in range(2))
+    assert first == second  # the generator stands where it stood
+    assert all(map(torch.equal, model.parameters(), values))
+    assert not all(seen) and all(seen[-8:]) and all(module.training for module in model.modules())
+
+
+def _loss_from_seed(model) -> float:
+    torch.manual_seed(3)
+    return run_step(model, batches.plain(model)).loss.item()
+
+
+# --- what is drawn once a call ----------------------------------------------------------------------------------------------
+
+
+def _dropped_as_a_whole(h: Tensor) -> Tensor:
+    return h if torch.rand(1) < 0.5 else 0.0 * h
+
+
+def _same_for_all_tokens(h: Tensor) -> Tensor:
+    return h * torch.nn.functional.dropout(torch.ones_like(h[:, :1]), 0.3)
+
+
+@pytest.mark.parametrize("function", [_dropped_as_a_whole, _same_for_all_tokens])
+def test_one_draw_for_the_whole_call_is_refused(function):
+    assert_refused(streamgrad.enable(mixed_model(Function(function)), chunk_size=CHUNK), "1 draws random numbers for the whole")
+
+
+def test_loha_that_is_dropped_as_a_whole_is_refused():
+    from peft import LoHaConfig, get_peft_model
+
+    model = get_peft_model(tiny_model("llama"), LoHaConfig(r=2, target_modules=["q_proj"], module_dropout=0.5))
+    assert_refused(streamgrad.enable(model, chunk_size=CHUNK), "LlamaDecoderLayer 0 draws random numbers for the whole")
+
+
+def test_draws_of_python_are_refused():
+    function = lambda h: h * random.random()  # noqa: E731
+    assert_refused(streamgrad.enable(mixed_model(Function(function)), chunk_size=CHUNK), "Python's random")
+
+
+def test_dropout_of_tokens_is_streamed():
+    for make in (lambda: nn.Dropout(0.3), lambda: nn.Dropout1d(0.3), lambda: nn.AlphaDropout(0.3)):
+        model = streamgrad.enable(mixed_model(make()), chunk_size=CHUNK)
+        assert torch.isfinite(run_step(model, batches.plain(model)).loss)
+    model = with_lora(tiny_model("qwen3_moe"), dropout=0.3)
+    assert torch.isfinite(run_step(streamgrad.enable(model, chunk_size=CHUNK), batches.plain(model)).loss)
