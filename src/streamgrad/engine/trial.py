@@ -8,6 +8,7 @@ the sequence may be in a hook. So the layer is run, with attention reduced to th
 - Its output at some tokens must have no derivative by other tokens. Exactly none: zeros stay zeros in every precision.
 - Its output must be the same in one chunk as in several. This finds what has no derivative, as a maximum that sets a scale, and
   what counts positions inside the chunk.
+- It may read no trainable tensor but its own parameters.
 - What it draws at random must be drawn for tokens. One draw a call (a module that is dropped as a whole) would be one a chunk.
 
 Parameters that are zero, as the last one of a new adapter is, would hide what is behind them. They are replaced for the trial.
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamgrad.engine.grad_accumulator import swapped_parameters
-from streamgrad.engine.guards import AdapterFacts
+from streamgrad.engine.guards import AdapterFacts, check_leaves
 from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, SeamError
 from streamgrad.engine.module_walk import modules_of, parameters_in
 from streamgrad.engine.replay import Autocast, RandomTape
@@ -119,6 +120,7 @@ class Trial:
             raise SeamError(
                 f"{self.name} draws from Python's random module, and would draw again for every chunk and in backward"
             )
+        check_leaves(out_BNE, [h_BNE, *parameters_in(modules_of(self.layer))], self.name)
         if out_BNE.requires_grad and not self.mixes_by_states:
             self._check_jacobian(out_BNE, h_BNE)
         if tape.has_draws:
