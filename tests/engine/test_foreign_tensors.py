@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import batches
 import pytest
 import torch
-from gradients import assert_same_step, no_float32, run_step
-from tiny import tiny_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import batches
 import streamgrad
+from gradients import assert_same_step, no_float32, run_step
+from tiny import tiny_model
 
 NOT_ITS_OWN = "that is not among its parameters"
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import random
 
-import batches
 import pytest
 import torch
+from torch import Tensor, nn
+
+import batches
+import streamgrad
 from gradients import assert_same_step, no_float32, run_step
 from lora import with_lora
 from tiny import FAMILIES, tiny_model
-from torch import Tensor, nn
-
-import streamgrad
 
 WIDTH, CHUNK = 24, 7
 
