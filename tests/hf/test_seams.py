@@ -10,6 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PretrainedC
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import streamgrad
+from families import small_model
 from gradients import assert_same_step, no_float32, run_step
 from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, SeamError
 from streamgrad.hf.seams import IMPLEMENTATION, stream_attention_forward, stream_mask, streamed_attention_in
@@ -27,6 +28,20 @@ def test_mask_function_takes_what_transformers_passes():
         known
     )
     assert set(inspect.signature(masking_utils.sdpa_mask).parameters) >= {"q_length", "kv_length", "mask_function", "use_vmap"}
+
+
+@pytest.mark.parametrize("family", ["afmoe", "jetmoe"])
+def test_layers_that_view_what_attention_returns(family):
+    """Stock attention functions return a contiguous tensor, whatever the kernel."""
+    model, ids = small_model(family), tokens(2, 9)
+    batch = {"input_ids": ids, "labels": ids}
+    with no_float32():
+        expected = run_step(model, batch)
+        streamgrad.enable(model, chunk_size=4, attention="eager")
+        assert_same_step(run_step(model, batch), expected, 1e-10)
+    dropping = small_model(family, attention_dropout=0.5)
+    step = run_step(streamgrad.enable(dropping, chunk_size=4), batch)
+    assert all(gradient.isfinite().all() for gradient in step.gradients.values() if gradient is not None)
 
 
 def test_window_and_documents_are_read_from_the_closures():

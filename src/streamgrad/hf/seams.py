@@ -71,7 +71,7 @@ def stream_attention_forward(
         dropout=dropout,
         sink_H=s_aux,
     )
-    return out_BHLD.transpose(1, 2), None
+    return out_BHLD.transpose(1, 2).contiguous(), None
 
 
 def streamed_attention_in(configs: Iterable[PretrainedConfig]) -> AbstractContextManager[None]:
