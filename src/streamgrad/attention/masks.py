@@ -15,7 +15,7 @@ from torch import Tensor
 
 from streamgrad.attention.varlen import Segment, VarlenMask
 
-# An additive mask of -1e4 or less is zero after softmax in every floating dtype.
+# An additive mask of -1e4 or less is zero after softmax in every floating dtype, beside a key that has more than half of that.
 HIDDEN_BIAS = -1e4
 
 
@@ -197,37 +197,77 @@ class DenseMask:
         return Part(0, stop, masked=True)
 
     def visible(self, start: int, stop: int, first_key: int, device: torch.device) -> Tensor:
-        return self.values_BHTT[:, :, start:stop, first_key:stop].to(device)
+        """Return the mask of some queries, with -inf throughout the rows of `blind_BHT`, so that no chunk size matters there."""
+        values_BHLS = self.values_BHTT[:, :, start:stop, first_key:stop]
+        if self.blind_BHT is not None:
+            values_BHLS = values_BHLS.masked_fill(self.blind_BHT[:, :, start:stop, None], float("-inf"))
+        return values_BHLS.to(device)
+
+    def check_shape(self, batch: int, heads: int) -> None:
+        """Raise unless the mask is for so many rows and heads, or for one of them, which is then all of them."""
+        if self.values_BHTT.shape[0] not in (1, batch) or self.values_BHTT.shape[1] not in (1, heads):
+            raise ValueError(
+                f"the 4-D attention mask has shape {tuple(self.values_BHTT.shape)} for {batch} rows and {heads} heads. "
+                f"Pass ({batch} or 1, {heads} or 1, {self.length}, {self.length})."
+            )
 
     @property
     def length(self) -> int:
         return self.values_BHTT.shape[-2]
 
+    @cached_property
+    def blind_BHT(self) -> Tensor | None:
+        """Queries from which an additive mask hides every key, not all by -inf; None if there are none."""
+        if self.values_BHTT.dtype == torch.bool:
+            return None
+        largest_BHT = self.values_BHTT.amax(dim=-1)
+        blind_BHT = (largest_BHT <= HIDDEN_BIAS / 2) & (largest_BHT > float("-inf"))
+        return blind_BHT if blind_BHT.any() else None
+
     def first_look_ahead(self, chunk_size: int) -> tuple[int, int] | None:
         """Return a (query, key) with key > query that the mask leaves visible, or None if the mask is causal."""
-        for start in range(0, self.length, chunk_size):
-            rows_BHLT = self.values_BHTT[:, :, start : start + chunk_size]
+        for start, rows_BHLT in self._blocks(chunk_size):
             ahead_LT = is_visible(rows_BHLT).any(dim=(0, 1)).triu(diagonal=start + 1)
             found = ahead_LT.nonzero()
             if len(found):
                 return start + int(found[0, 0]), int(found[0, 1])
         return None
 
+    def first_blind_in_use(self, chunk_size: int) -> tuple[int, int] | None:
+        """Return (row of the batch, query) of a blind query that a query which sees keys depends on, or None.
+
+        Softmax of a blind query is over all keys, later ones included. It depends on itself if only some of its heads are blind.
+        """
+        if self.blind_BHT is None:
+            return None
+        in_use_BT = ~self.blind_BHT.all(dim=1)
+        for start, rows_BHLT in self._blocks(chunk_size):
+            blind_BHL = self.blind_BHT[:, :, start : start + chunk_size]
+            in_use_BT |= (is_visible(rows_BHLT) & ~blind_BHL.unsqueeze(-1)).any(dim=(1, 2))
+        found = (self.blind_BHT.any(dim=1) & in_use_BT).nonzero()
+        return (int(found[0, 0]), int(found[0, 1])) if len(found) else None
+
+    def _blocks(self, rows: int) -> Iterator[tuple[int, Tensor]]:
+        for start in range(0, self.length, rows):
+            yield start, self.values_BHTT[:, :, start : start + rows]
+
 
 def is_visible(mask: Tensor) -> Tensor:
-    """Return a boolean or additive mask as a boolean one."""
-    return mask if mask.dtype == torch.bool else mask > HIDDEN_BIAS
+    """Return a boolean or additive mask as a boolean one; NaN is visible."""
+    return mask if mask.dtype == torch.bool else ~(mask <= HIDDEN_BIAS)
 
 
 def rows_without_keys(attention_mask: Tensor, window: int | None) -> Tensor:
-    """Return (B, T), True for a query that sees no key under `attention_mask`: (B, T), true for real tokens, or (B, H, T, T).
+    """Return (B, T), True for a query that sees no key under `attention_mask`: (B, T), nonzero for real tokens, or
+    (B, H, T, T), where no head may see one.
 
     `window` is the narrowest sliding window of the model's layers; it is combined with a (B, T) mask only.
     """
     if attention_mask.ndim == 2:
-        seen_BT = attention_mask.long().cumsum(dim=1)
+        seen_BT = attention_mask.bool().long().cumsum(dim=1)
         if window is not None and window < seen_BT.shape[1]:
             seen_BT = seen_BT - torch.nn.functional.pad(seen_BT, (window, 0))[:, :-window]
         return seen_BT == 0
-    blocks = attention_mask.split(1024, dim=2)  # not all rows at once: `is_visible` copies an additive mask
-    return torch.cat([~is_visible(rows_BHLT).any(dim=(1, 3)) for rows_BHLT in blocks], dim=1)
+    if attention_mask.dtype == torch.bool:
+        return ~attention_mask.any(dim=3).any(dim=1)
+    return attention_mask.amax(dim=(1, 3)) <= HIDDEN_BIAS / 2

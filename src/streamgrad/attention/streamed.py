@@ -50,6 +50,8 @@ def streamed_attention(
     chunk.receive(key_BGLD, value_BGLD)
     mask = chunk.mask
     assert isinstance(mask, CausalMask | DenseMask)
+    if isinstance(mask, DenseMask):
+        mask.check_shape(*query_BHLD.shape[:2])
     part = mask.part(*chunk.span, query_BHLD.shape[0])
     block = Block(
         scale=scale,

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from streamgrad.attention.masks import rows_without_keys
 from streamgrad.config import StreamConfig
 from streamgrad.engine.kv_chunk import SeamError, UnknownSeamAttribute
 from streamgrad.head.cross_entropy import mean_of, summed_cross_entropy
@@ -29,7 +28,7 @@ from streamgrad.head.linear_head import LogitMap
 from streamgrad.head.module_head import summed_module_cross_entropy
 from streamgrad.head.targets import TargetRows, flatten
 from streamgrad.hf.deepspeed import check_head
-from streamgrad.hf.discover import sliding_window
+from streamgrad.hf.mask_checks import check_predictions
 from streamgrad.hf.patching import InstalledForward, named_arguments, own_forward, temporary_attribute
 from streamgrad.hf.sequence_slices import sequence_group
 from streamgrad.hf.step_plan import head_known_to_decoder
@@ -290,7 +289,7 @@ def _shares_sequences(model: Any) -> bool:
 
 
 def check_labels(model: Any, arguments: dict[str, Any]) -> None:
-    """Raise unless there is one label per token, none that is predicted from a token which sees no key, and one divisor."""
+    """Raise unless there is one label per token, predicted as in the stock model if that token sees no key, and one divisor."""
     _refuse_labels_to_be_shifted(model, arguments)
     items = arguments.get("num_items_in_batch")
     if isinstance(items, Tensor) and items.numel() != 1:
@@ -307,16 +306,8 @@ def check_labels(model: Any, arguments: dict[str, Any]) -> None:
             f"labels have shape {tuple(labels.shape)} but the input {tuple(tokens.shape[:2])}: there must be one label per "
             "token. Pass labels of the input's shape, -100 where nothing is to be predicted; they are shifted inside the model."
         )
-    mask, ignore_index = arguments.get("attention_mask"), arguments.get("ignore_index", -100)
-    if not isinstance(mask, Tensor) or mask.shape[-1] != tokens.shape[1] or _shares_sequences(model):
-        return  # other lengths are refused where the mask is used, and slices are checked in `sequence_slices`
+    if _shares_sequences(model):
+        return  # slices are checked in `sequence_slices`
+    ignore_index = arguments.get("ignore_index", -100)
     predicts_BT = nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index) if shifted is None else shifted
-    predicts_BT = predicts_BT != ignore_index
-    bad = (predicts_BT & rows_without_keys(mask, sliding_window(model.config)).to(predicts_BT.device)).nonzero()
-    if len(bad):
-        row, token = bad[0].tolist()
-        raise ValueError(
-            f"labels[{row}, {token + 1}] would be predicted from token {token}, which sees no key: the attention mask hides them "
-            f"all. Set labels[{row}, {token + 1}] to -100 (with left padding: the first real token of each row), or pad on "
-            "the right."
-        )
+    check_predictions(arguments.get("attention_mask"), predicts_BT != ignore_index, model.get_decoder().config)

@@ -37,6 +37,7 @@ from streamgrad.hf.discover import (
 )
 from streamgrad.hf.fusion import Fusion
 from streamgrad.hf.layer_args import LayerArguments
+from streamgrad.hf.mask_checks import check_mask
 from streamgrad.hf.patching import named_arguments, own_forward, signature_of, temporary_attributes
 from streamgrad.hf.peft import PEFT_ADAPTERS
 from streamgrad.hf.seams import layer_mask, streamed_attention_in, with_documents
@@ -71,6 +72,7 @@ def decoder_forward(decoder: Any, stock: Callable[..., Any], stream: DecoderStre
     if group is None and not _should_stream(decoder, stream, arguments):
         return stock(*args, **kwargs)
     _refuse_what_needs_whole_layers(decoder, arguments)
+    check_mask(arguments, decoder.config)
     sequences = WholeSequences(arguments) if group is None else Slices.of(decoder, arguments, group, stream.planner)
     _drop_cache(sequences.arguments)
     try:

@@ -162,6 +162,13 @@ def layer_mask(attention_mask: object, length: int, *, chunk_size: int) -> Causa
                 f"the 4-D attention mask lets token {ahead[0]} see token {ahead[1]}, which comes after it. Only causal masks can "
                 "be streamed: hide every key after its query, or call streamgrad.disable(model) for this batch."
             )
+        blind = mask.first_blind_in_use(chunk_size)
+        if blind is not None:
+            raise ValueError(
+                f"the 4-D attention mask hides every key from token {blind[1]} of row {blind[0]}, which others see, by finite "
+                "values, so softmax is over all keys, later ones included. Only causal masks can be streamed: let the token see "
+                "itself, hide it from all others, or call streamgrad.disable(model) for this batch."
+            )
         return mask
     raise SeamError(f"its layers receive a mask of type {type(attention_mask).__name__}, which cannot be cut into chunks")
 

@@ -35,9 +35,10 @@ class SdpaBackend:
         for first, last, causal, mask in _pieces(query_BHLD, key_BGSD, block):
             key, value = key_BGSD[:, :, first:last], value_BGSD[:, :, first:last]
             piece = _forward(query_BHLD, key, value, causal, additive(mask, query_BHLD.dtype), block.scale)
-            if mask is not None and mask.dtype == torch.bool:
+            if mask is not None:
                 # Kernels disagree on the log-sum-exp of a row that sees no key; over no terms it is -inf.
-                piece.lse_BHL = piece.lse_BHL.masked_fill(~mask.any(dim=-1), float("-inf"))
+                sees_BHL = mask.any(dim=-1) if mask.dtype == torch.bool else mask.amax(dim=-1) > float("-inf")
+                piece.lse_BHL = piece.lse_BHL.masked_fill(~sees_BHL, float("-inf"))
             merged = piece if merged is None else merge(merged, piece)
         assert merged is not None
         return merged

@@ -1,0 +1,86 @@
+"""Refusing masks that the stock model would read otherwise than streamed attention does, before any layer runs.
+
+A token that sees no key (padding on the left) gets zeros from streamed attention, as from SDPA, flash and flex attention. Eager
+attention gives it the mean of all values, those of later tokens included.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamgrad.attention.masks import DenseMask, rows_without_keys
+from streamgrad.hf.discover import sliding_window
+
+
+def check_mask(arguments: dict[str, Any], config: Any) -> None:
+    """Raise for a mask whose shape or dtype the stock model cannot take, or does not read as streamed attention does."""
+    tokens = arguments.get("input_ids") if arguments.get("input_ids") is not None else arguments.get("inputs_embeds")
+    for mask in _tensors(arguments.get("attention_mask")):
+        if mask.ndim not in (2, 4) or (mask.ndim == 2 and tokens is not None and len(mask) != len(tokens)):
+            raise ValueError(
+                f"attention_mask has shape {tuple(mask.shape)}. Pass (batch, tokens), nonzero for real tokens, or (batch, 1, "
+                "tokens, tokens), which says what each token sees."
+            )
+        if mask.ndim == 4 and mask.dtype != torch.bool and not mask.is_floating_point():
+            raise ValueError(
+                f"the 4-D attention mask is {mask.dtype}, and could say what is seen or what is added to scores. Pass a boolean "
+                "mask, True where a query sees a key, or a floating-point one, 0 there and -inf elsewhere."
+            )
+        if mask.ndim == 4 and mask.dtype == torch.bool and config._attn_implementation in ("eager", "flex_attention"):
+            raise ValueError(
+                f"the 4-D attention mask is boolean, and {config._attn_implementation} attention, which this model has, adds it "
+                "to scores as 0 and 1, so that it hides nothing. Pass a floating-point mask, 0 where a query sees a key and "
+                "torch.finfo(dtype).min elsewhere, or call model.set_attn_implementation('sdpa')."
+            )
+
+
+def check_predictions(attention_mask: Any, predicts_BT: Tensor, config: Any) -> None:
+    """Warn once if a token that sees no key has a prediction in the loss; raise if streamed attention gives it another one."""
+    for mask in _tensors(attention_mask):
+        batch, length = predicts_BT.shape
+        if mask.ndim not in (2, 4) or mask.shape[-1] != length or len(mask) not in (1, batch):
+            continue  # refused where the mask is used
+        found = (predicts_BT & rows_without_keys(mask, sliding_window(config)).to(predicts_BT.device)).nonzero()
+        if len(found):
+            row, token = found[0].tolist()
+            which = f"labels[{row}, {token + 1}] would be predicted from token {token}, which sees no key"
+            is_finite = mask.ndim == 4 and DenseMask(mask).blind_BHT is not None
+            accept_blind_predictions(which, config, is_finite=is_finite)
+
+
+def accept_blind_predictions(which: str, config: Any, *, is_finite: bool = False) -> None:
+    """Warn once of `which` predictions from tokens that see no key; raise unless stock attention gives those tokens zeros.
+
+    It does not if it is eager, or if keys are hidden by a mask of finite values.
+    """
+    if is_finite or config._attn_implementation == "eager":
+        other = "pass a boolean mask to a model with SDPA" if is_finite else "call model.set_attn_implementation('sdpa')"
+        raise ValueError(
+            f"{which}: the attention mask hides them all. Stock attention then takes the mean of all values, later ones "
+            "included, which cannot be streamed. Set such labels to -100 (with left padding: those of the first real token of "
+            f"each row), pad on the right, or {other}."
+        )
+    _warn_of_blind_predictions()
+
+
+@functools.cache
+def _warn_of_blind_predictions() -> None:
+    """Warn, once: the cache remembers."""
+    warnings.warn(
+        "streamgrad: some labels are predicted from tokens that see no key (with left padding, the first real token of each row "
+        "is predicted from padding). Attention gives these tokens zeros, as SDPA does in the stock model. To leave such labels "
+        "out of the loss, set them to -100.",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+def _tensors(attention_mask: Any) -> list[Tensor]:
+    """Return the mask, or those of a dict by type of layer, which some models take."""
+    masks = attention_mask.values() if isinstance(attention_mask, dict) else [attention_mask]
+    return [mask for mask in masks if isinstance(mask, Tensor)]
