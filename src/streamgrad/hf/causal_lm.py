@@ -310,4 +310,4 @@ def check_labels(model: Any, arguments: dict[str, Any]) -> None:
         return  # slices are checked in `sequence_slices`
     ignore_index = arguments.get("ignore_index", -100)
     predicts_BT = nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index) if shifted is None else shifted
-    check_predictions(arguments.get("attention_mask"), predicts_BT != ignore_index, model.get_decoder().config)
+    check_predictions(arguments.get("attention_mask"), predicts_BT != ignore_index, model.get_decoder())

@@ -1,7 +1,7 @@
 """Refusing masks that the stock model would read otherwise than streamed attention does, before any layer runs.
 
 A token that sees no key (padding on the left) gets zeros from streamed attention, as from SDPA, flash and flex attention. Eager
-attention gives it the mean of all values, those of later tokens included.
+attention gives it the mean of all values, those of later tokens included, unless it has a sink, which then takes all weight.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from streamgrad.attention.masks import DenseMask, rows_without_keys
-from streamgrad.hf.discover import sliding_window
+from streamgrad.hf.discover import decoder_layers, sliding_window
 
 
 def check_mask(arguments: dict[str, Any], config: Any) -> None:
@@ -39,26 +39,26 @@ def check_mask(arguments: dict[str, Any], config: Any) -> None:
             )
 
 
-def check_predictions(attention_mask: Any, predicts_BT: Tensor, config: Any) -> None:
+def check_predictions(attention_mask: Any, predicts_BT: Tensor, decoder: Any) -> None:
     """Warn once if a token that sees no key has a prediction in the loss; raise if streamed attention gives it another one."""
     for mask in _tensors(attention_mask):
         batch, length = predicts_BT.shape
         if mask.ndim not in (2, 4) or mask.shape[-1] != length or len(mask) not in (1, batch):
             continue  # refused where the mask is used
-        found = (predicts_BT & rows_without_keys(mask, sliding_window(config)).to(predicts_BT.device)).nonzero()
+        found = (predicts_BT & rows_without_keys(mask, sliding_window(decoder.config)).to(predicts_BT.device)).nonzero()
         if len(found):
             row, token = found[0].tolist()
             which = f"labels[{row}, {token + 1}] would be predicted from token {token}, which sees no key"
             is_finite = mask.ndim == 4 and DenseMask(mask).blind_BHT is not None
-            accept_blind_predictions(which, config, is_finite=is_finite)
+            accept_blind_predictions(which, decoder, is_finite=is_finite)
 
 
-def accept_blind_predictions(which: str, config: Any, *, is_finite: bool = False) -> None:
+def accept_blind_predictions(which: str, decoder: Any, *, is_finite: bool = False) -> None:
     """Warn once of `which` predictions from tokens that see no key; raise unless stock attention gives those tokens zeros.
 
-    It does not if it is eager, or if keys are hidden by a mask of finite values.
+    It does not if it is eager without sinks, or if keys are hidden by a mask of finite values.
     """
-    if is_finite or config._attn_implementation == "eager":
+    if is_finite or (decoder.config._attn_implementation == "eager" and not all(map(_has_sink, decoder_layers(decoder)))):
         other = "pass a boolean mask to a model with SDPA" if is_finite else "call model.set_attn_implementation('sdpa')"
         raise ValueError(
             f"{which}: the attention mask hides them all. Stock attention then takes the mean of all values, later ones "
@@ -66,6 +66,10 @@ def accept_blind_predictions(which: str, config: Any, *, is_finite: bool = False
             f"each row), pad on the right, or {other}."
         )
     _warn_of_blind_predictions()
+
+
+def _has_sink(layer: nn.Module) -> bool:
+    return any(getattr(module, "sinks", None) is not None for module in layer.modules())
 
 
 @functools.cache

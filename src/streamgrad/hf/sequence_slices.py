@@ -134,7 +134,7 @@ class Slices(WholeSequences):
             padding_BT = sharing.gather((padding != 0).byte()).bool()
             in_chunk_order["attention_mask"] = padding_BT[:, sharing.positions_T]
             targets, ignore_index = arguments.get("shift_labels"), arguments.get("ignore_index", -100)
-            _check_targets(targets, ignore_index, padding_BT, sharing, decoder.config)
+            _check_targets(targets, ignore_index, padding_BT, sharing, decoder)
         return cls(sharing, in_chunk_order, documents_BT, padding_BT)
 
     def masks(self) -> AbstractContextManager[None]:
@@ -181,14 +181,15 @@ def _check_agreement(sharing: Ulysses, batch: int, decoder: Any, arguments: dict
     )  # fmt: skip
 
 
-def _check_targets(targets_BT: Tensor | None, ignore_index: int, padding_BT: Tensor, sharing: Ulysses, config: Any) -> None:
+def _check_targets(targets_BT: Tensor | None, ignore_index: int, padding_BT: Tensor, sharing: Ulysses, decoder: Any) -> None:
     """Warn or raise on all ranks if one has a target at a token that sees no key, as `check_labels` does for whole sequences."""
-    hidden_BT = rows_without_keys(padding_BT, sliding_window(config))[:, sharing.rank * sharing.length :][:, : sharing.length]
+    blind_BT = rows_without_keys(padding_BT, sliding_window(decoder.config))
+    hidden_BT = blind_BT.narrow(1, sharing.rank * sharing.length, sharing.length)
     bad = 0 if targets_BT is None else int(((targets_BT != ignore_index) & hidden_BT.to(targets_BT.device)).sum())
     counts = sharing.numbers_of_ranks((bad,))
     if any(count for (count,) in counts):
         where = ", ".join(f"{count:g} on rank {rank}" for rank, (count,) in enumerate(counts) if count)
-        accept_blind_predictions(f"some labels ({where}) would be predicted from tokens that see no key", config)
+        accept_blind_predictions(f"some labels ({where}) would be predicted from tokens that see no key", decoder)
 
 
 def _refuse(decoder: Any, arguments: dict[str, Any]) -> None:
