@@ -20,7 +20,7 @@ from torch import Tensor
 from streamgrad.engine.replay import as_autocast
 from streamgrad.head.linear_head import GRADIENT_LABELS, HeadGradients, LinearHead, LogitMap
 from streamgrad.head.softmax import product_gradient, token_statistics
-from streamgrad.head.targets import TargetRows, flatten, refuse_two_dtypes
+from streamgrad.head.targets import TargetRows, flatten, refuse_own_operations, refuse_two_dtypes
 from streamgrad.ops.accumulate import accumulator_dtype, scaled
 from streamgrad.ops.autograd import first_order_only
 from streamgrad.ops.memory_label import labelled, memory_label
@@ -85,6 +85,8 @@ def summed_cross_entropy(
     `divisor` is what the caller will divide the sum by (default: the number of rows). It does not change the value, but lets
     gradients be rounded only once.
     """
+    refuse_own_operations(hidden_NE, weight_VE, bias_V)
+    rows.check_width(len(weight_VE))
     operands = [None if tensor is None else as_autocast(tensor) for tensor in (hidden_NE, weight_VE, bias_V)]
     if not torch.is_grad_enabled():
         operands = [None if tensor is None else tensor.detach() for tensor in operands]

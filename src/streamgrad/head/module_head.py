@@ -1,7 +1,8 @@
-"""Cross entropy of a head that is more than one linear map (LoRA on the head, an adapter, a wrapper), one chunk at a time.
+"""Cross entropy of a head that is more than one plain linear map (an adapter, a quantised weight, several modules), in chunks.
 
 As in `cross_entropy`, one pass is enough, here by autograd: the module makes each chunk's logits, their loss is differentiated at
-once into gradient accumulators of the module's parameters, and backward only scales.
+once into gradient accumulators of the module's parameters, and backward only scales. A module whose chunks would not be those of
+the whole (it mixes tokens, or changes a buffer) raises `SeamError`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from torch import Tensor, nn
 
 from streamgrad.engine.grad_accumulator import GradAccumulators
 from streamgrad.engine.guards import check_leaves, gradient_of_input
+from streamgrad.engine.kv_chunk import SeamError
+from streamgrad.engine.layer import CHECKED, in_eval_mode, largest_rounding, relative_difference
 from streamgrad.engine.module_walk import trainable_parameters
 from streamgrad.head.linear_head import LogitMap
-from streamgrad.head.targets import TargetRows
+from streamgrad.head.targets import TargetRows, is_plain
 from streamgrad.ops.accumulate import accumulator_dtype, scaled, zeros_for_sum
 from streamgrad.ops.autograd import first_order_only
 
@@ -29,6 +32,13 @@ def summed_module_cross_entropy(
     `run` is the module's own forward; it reads the parameters of `module` and no others that need a gradient.
     """
     parameters = trainable_parameters(module)
+    for parameter in parameters:
+        if not is_plain(parameter):
+            raise SeamError(
+                f"its language-modelling head has a trainable {type(parameter).__name__}, which replaces operations of torch by "
+                "its own, and a streamed head sums gradients of plain tensors; freeze it, or call streamgrad.disable(model)"
+            )
+    _check_tokens_alone(module, run, hidden_NE)
     if not torch.is_grad_enabled() or not (hidden_NE.requires_grad or parameters):
         with torch.no_grad():
             return _total(module, run, hidden_NE, rows, logit_map), rows.count
@@ -70,6 +80,21 @@ class _ModuleCrossEntropy(torch.autograd.Function):
         return None, None, None, None, dhidden, *gradients
 
 
+def _check_tokens_alone(module: nn.Module, run: Callable[[Tensor], Tensor], hidden_NE: Tensor) -> None:
+    """Raise where a token's logits depend on the tokens that it is shown with, or on its place there; asked once a module."""
+    if module in CHECKED or len(hidden_NE) < 2:
+        return
+    with torch.no_grad(), in_eval_mode(module):  # as draws of a dropout do depend on a chunk
+        of_two_V, of_one_V = (run(hidden_NE[first:2].unsqueeze(0))[0, -1] for first in (0, 1))
+    if relative_difference(of_one_V, of_two_V) > largest_rounding(of_one_V):
+        raise SeamError(
+            f"its language-modelling head, a {type(module).__name__}, gives a token other logits beside other tokens, and is run "
+            "in chunks of them; call streamgrad.disable(model)"
+        )
+    if not torch.equal(hidden_NE[0], hidden_NE[1]):
+        CHECKED.add(module)
+
+
 def _total(
     module: nn.Module,
     run: Callable[[Tensor], Tensor],
@@ -82,11 +107,15 @@ def _total(
     """Return the summed loss. With `leaves`, the only parameters that `run` may read, add its gradients to them, and write those
     of the hidden states into `dhidden_NE`."""
     total = torch.zeros((), dtype=accumulator_dtype(hidden_NE.dtype), device=hidden_NE.device)
+    versions = [(buffer, buffer._version) for buffer in module.buffers()]
     for places, targets_N in rows.chunks():
         leaf_NE = hidden_NE[places].detach().requires_grad_(dhidden_NE is not None)
         with torch.set_grad_enabled(leaves is not None):
             # Heads expect (batch, tokens, width).
             z_NV = run(leaf_NE.unsqueeze(0)).squeeze(0)
+            rows.check_width(z_NV.shape[-1])
+            if any(buffer._version != version for buffer, version in versions):
+                raise SeamError(f"its language-modelling head, a {type(module).__name__}, changes a buffer whenever it is called")
             z_NV = logit_map(z_NV.to(accumulator_dtype(z_NV.dtype)))
             chunk_total = torch.nn.functional.cross_entropy(z_NV, targets_N, reduction="sum")
         if leaves is not None and chunk_total.requires_grad:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -71,6 +71,14 @@ class TargetRows:
         budget = int(max(0, min(self._limit, limit) - held) // FREE_SHARE)
         return head_chunk_within(budget, self.count, self._vocabulary, self._itemsize)
 
+    def check_width(self, logits: int) -> None:
+        """Raise unless the head gives the number of logits that targets were checked against."""
+        if logits != self._vocabulary:
+            raise ValueError(
+                f"the language-modelling head gives {logits} logits a token, and its out_features, or else the configuration's "
+                f"vocab_size, says {self._vocabulary}. Set it to {logits}, or resize the head by model.resize_token_embeddings."
+            )
+
     @property
     def skips_some(self) -> bool:
         """Whether some tokens are in no chunk."""
@@ -107,6 +115,28 @@ def flatten(hidden: Tensor, weight_VE: Tensor, targets: Tensor) -> tuple[Tensor,
     if targets.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"targets must be token ids in int64 or int32, got {targets.dtype}.")
     return hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).to(device=hidden.device, dtype=torch.int64)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether torch computes with it as with any tensor: its class replaces no operation, as quantised tensors do."""
+    return _is_plain_class(type(tensor))
+
+
+@lru_cache(maxsize=256)
+def _is_plain_class(kind: type[Tensor]) -> bool:
+    function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+    plain = (Tensor.__torch_function__.__func__, torch.nn.Parameter.__torch_function__)  # type: ignore[attr-defined]
+    return function in plain and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+def refuse_own_operations(*operands: Tensor | None) -> None:
+    """Raise for an operand whose class replaces operations of torch: gradients are written down here for torch's own."""
+    for operand in operands:
+        if operand is not None and not is_plain(operand):
+            raise TypeError(
+                f"a {type(operand).__name__} replaces operations of torch by its own, and the streamed head differentiates "
+                "torch's. Pass a plain tensor, or call streamgrad.disable(model) to train with it."
+            )
 
 
 def refuse_two_dtypes(hidden: Tensor, weight: Tensor) -> None:

@@ -26,7 +26,7 @@ from streamgrad.engine.kv_chunk import SeamError, UnknownSeamAttribute
 from streamgrad.head.cross_entropy import mean_of, summed_cross_entropy
 from streamgrad.head.linear_head import LogitMap
 from streamgrad.head.module_head import summed_module_cross_entropy
-from streamgrad.head.targets import TargetRows, flatten
+from streamgrad.head.targets import TargetRows, flatten, is_plain
 from streamgrad.hf.deepspeed import check_head
 from streamgrad.hf.mask_checks import check_predictions
 from streamgrad.hf.patching import InstalledForward, named_arguments, own_forward, temporary_attribute
@@ -136,7 +136,7 @@ def traced_logit_map(model: PreTrainedModel, decoder: nn.Module, head: nn.Module
     probe.__dict__ = {**model.__dict__, "_modules": dict(model._modules)}
     for name, child in model._modules.items():
         path = next((path for path, module in child.named_modules() if module is decoder), None) if child is not None else None
-        if child is head:
+        if path is None and child is not None and any(module is head for module in child.modules()):
             probe._modules[name] = _Stub(LogitsPlaceholder(torch.zeros(())))
         elif path is not None:
             probe._modules[name] = stub = _Stub(_AnyOutput(last_hidden_state=hidden))
@@ -175,7 +175,7 @@ def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream,
         return stock(*args, **kwargs)
 
     refuse_backward_hooks(model.get_output_embeddings())
-    job = _HeadJob(model.get_output_embeddings(), stream, arguments)
+    job = _HeadJob(model.get_output_embeddings(), stream, arguments, model.config.get_text_config().vocab_size)
     with ExitStack() as restore:
         restore.enter_context(temporary_attribute(job.head, "forward", job.head_forward))
         restore.enter_context(temporary_attribute(model, "_loss_function", job.loss_function))
@@ -193,7 +193,7 @@ def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream,
 class _HeadJob:
     """The head's part of one forward: it holds the targets and computes the loss."""
 
-    def __init__(self, head: Any, stream: HeadStream, arguments: dict[str, Any]) -> None:
+    def __init__(self, head: Any, stream: HeadStream, arguments: dict[str, Any], vocabulary: int) -> None:
         self.head, self.stream = head, stream
         self.run = own_forward(head)
         self.is_linear = getattr(self.run, "__func__", None) is nn.Linear.forward
@@ -204,11 +204,17 @@ class _HeadJob:
         # Position t predicts token t + 1; the last position predicts nothing.
         next_ones = nn.functional.pad(arguments["labels"], (0, 1), value=ignore_index)[..., 1:]
         self.targets: Tensor = next_ones if shifted is None else shifted
-        weight = next(head.parameters())
+        weight = next(head.parameters(), None)
+        if weight is None:
+            raise ValueError(
+                f"the language-modelling head, a {type(head).__name__}, has no parameters of its own and cannot be streamed. "
+                "Give it some, or call streamgrad.disable(model)."
+            )
         # Built now, while the device is idle: counting targets waits for the device.
         self.rows = TargetRows(
             self.targets.reshape(-1).to(device=weight.device, dtype=torch.int64),
-            vocabulary=self._vocabulary(),
+            # Not by its weight: ZeRO-3 gathers one that is read outside its module's call, and a parametrized one is computed.
+            vocabulary=getattr(head, "out_features", vocabulary),
             ignore_index=ignore_index,
             chunk_size=stream.config.head_chunk_size,
             # Autograd of another head holds logits in its dtype and in fp32, log-probabilities and gradients.
@@ -219,13 +225,15 @@ class _HeadJob:
     def head_forward(self, hidden: Tensor) -> LogitsPlaceholder:
         if self.is_done:
             raise SeamError("its forward calls the language-modelling head more than once")
-        hidden_NE, _ = flatten(hidden, self.head.weight if self.is_linear else hidden, self.targets)
         items = self.items.to(hidden.device) if isinstance(self.items, Tensor) else self.items
-        if self.is_linear:
-            weight, bias = self.head.weight, self.head.bias
+        # Only here, inside the head's call, are parameters that an engine shards what the head computes with.
+        if self.is_linear and all(map(is_plain, self.head.parameters())):
+            weight, bias = self.head.weight, self.head.bias  # read once: a parametrized weight is computed by reading it
+            hidden_NE = flatten(hidden, weight, self.targets)[0]
             total, count = summed_cross_entropy(hidden_NE, weight, bias, self.rows, self.stream.logit_map, divisor=items)
         else:
             check_head(self.head)
+            hidden_NE = flatten(hidden, hidden, self.targets)[0]
             total, count = summed_module_cross_entropy(self.head, self.run, hidden_NE, self.rows, self.stream.logit_map)
         self.is_done = True
         loss = mean_of(total, count) if items is None else total / items
@@ -239,11 +247,6 @@ class _HeadJob:
         if not isinstance(logits, LogitsPlaceholder) or logits.logit_map != self.stream.logit_map or not self.is_done:
             raise SeamError("its forward treats the logits differently from when it was enabled; enable it again")
         return logits["loss"]
-
-    def _vocabulary(self) -> int:
-        # Not by its weight where possible: ZeRO-3 gathers a weight that is read outside its module's call, for the whole step.
-        size = getattr(self.head, "out_features", None)
-        return self.head.weight.shape[0] if size is None else size
 
 
 def refuse_backward_hooks(head: nn.Module) -> None:
