@@ -29,8 +29,8 @@ def enable(model: ModelT, config: StreamConfig | None = None, **options: Any) ->
         model: a `transformers.PreTrainedModel`, or a PEFT, DDP, FSDP or DeepSpeed wrapper of one.
         config: a `StreamConfig`; `options` replace its fields by name.
 
-    Returns `model`. While gradients are computed, `model(..., labels=...)` returns the loss with `logits=None`; under
-    `torch.no_grad()` or without labels, logits are returned as always.
+    Returns `model`. While gradients are computed, `model(..., labels=...)` returns the loss and no logits: any use of
+    `outputs.logits` raises. Under `torch.no_grad()` or without labels, logits are returned as always.
 
     Raises `ValueError` or `TypeError`, with the model untouched, for a model or an option that cannot be streamed.
     """

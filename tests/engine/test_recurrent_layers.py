@@ -199,9 +199,11 @@ def test_a_layer_that_leaves_the_state_out_is_refused_although_the_first_tokens_
     torch.nn.init.constant_(model.model.layers[0].linear_attn.A_log, -3.0)
     streamgrad.enable(model, chunk_size=5)
     read = RecurrentChunk.get_recurrent_state
-    with mock.patch.object(RecurrentChunk, "get_recurrent_state", lambda *args, **kwargs: (read(*args, **kwargs), None)[1]):
-        with pytest.raises(ValueError, match="gives other outputs for tokens in chunks"):
-            model(input_ids=ids, attention_mask=torch.arange(23)[None] >= 9)
+    with (
+        mock.patch.object(RecurrentChunk, "get_recurrent_state", lambda *args, **kwargs: (read(*args, **kwargs), None)[1]),
+        pytest.raises(ValueError, match="gives other outputs for tokens in chunks"),
+    ):
+        model(input_ids=ids, attention_mask=torch.arange(23)[None] >= 9)
 
 
 def test_forward_holds_the_states_before_one_chunk():

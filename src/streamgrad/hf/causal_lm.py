@@ -29,6 +29,7 @@ from streamgrad.head.module_head import summed_module_cross_entropy
 from streamgrad.head.targets import TargetRows, flatten, is_plain
 from streamgrad.hf.deepspeed import check_head
 from streamgrad.hf.mask_checks import check_predictions
+from streamgrad.hf.no_logits import NoLogits
 from streamgrad.hf.patching import InstalledForward, named_arguments, own_forward, temporary_attribute
 from streamgrad.hf.sequence_slices import sequence_group
 from streamgrad.hf.step_plan import head_known_to_decoder
@@ -185,8 +186,8 @@ def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream,
         except SeamError as error:
             raise ValueError(f"{type(model).__name__} cannot be streamed: {error}.") from error
     if isinstance(output, tuple):
-        return tuple(None if isinstance(item, LogitsPlaceholder) else item for item in output)
-    output["logits"] = None
+        return tuple(NoLogits() if isinstance(item, LogitsPlaceholder) else item for item in output)
+    output["logits"] = NoLogits()
     return output
 
 
