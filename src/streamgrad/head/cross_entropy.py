@@ -22,7 +22,7 @@ from streamgrad.head.linear_head import GRADIENT_LABELS, HeadGradients, LinearHe
 from streamgrad.head.softmax import product_gradient, token_statistics
 from streamgrad.head.targets import TargetRows, flatten, refuse_own_operations, refuse_two_dtypes
 from streamgrad.ops.accumulate import accumulator_dtype, scaled
-from streamgrad.ops.autograd import first_order_only
+from streamgrad.ops.autograd import first_order_only, refuse_transforms
 from streamgrad.ops.memory_label import labelled, memory_label
 
 
@@ -85,6 +85,7 @@ def summed_cross_entropy(
     `divisor` is what the caller will divide the sum by (default: the number of rows). It does not change the value, but lets
     gradients be rounded only once.
     """
+    refuse_transforms("the streamed head")
     refuse_own_operations(hidden_NE, weight_VE, bias_V)
     rows.check_width(len(weight_VE))
     operands = [None if tensor is None else as_autocast(tensor) for tensor in (hidden_NE, weight_VE, bias_V)]

@@ -21,7 +21,7 @@ from streamgrad.engine.module_walk import trainable_parameters
 from streamgrad.head.linear_head import LogitMap
 from streamgrad.head.targets import TargetRows, is_plain
 from streamgrad.ops.accumulate import accumulator_dtype, scaled, zeros_for_sum
-from streamgrad.ops.autograd import first_order_only
+from streamgrad.ops.autograd import first_order_only, refuse_transforms
 
 
 def summed_module_cross_entropy(
@@ -31,6 +31,7 @@ def summed_module_cross_entropy(
 
     `run` is the module's own forward; it reads the parameters of `module` and no others that need a gradient.
     """
+    refuse_transforms("the streamed head")
     parameters = trainable_parameters(module)
     for parameter in parameters:
         if not is_plain(parameter):

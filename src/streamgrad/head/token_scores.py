@@ -24,7 +24,7 @@ from streamgrad.head.linear_head import GRADIENT_LABELS, HeadGradients, LinearHe
 from streamgrad.head.softmax import product_gradient, token_statistics
 from streamgrad.head.targets import TargetRows, flatten, refuse_own_operations, refuse_two_dtypes
 from streamgrad.ops.accumulate import accumulator_dtype
-from streamgrad.ops.autograd import first_order_only
+from streamgrad.ops.autograd import first_order_only, refuse_transforms
 from streamgrad.ops.memory_label import labelled, memory_label
 
 # In the order in which `_TokenScores` returns them.
@@ -101,6 +101,7 @@ def token_scores(
         raise ValueError(f"fields must be among {', '.join(FIELDS)}, got {unknown[0]!r}.")
     if not 0.0 <= label_smoothing < 1.0:
         raise ValueError(f"label_smoothing={label_smoothing} must be at least 0 and below 1; 0 leaves it out.")
+    refuse_transforms("the streamed head")
     refuse_own_operations(hidden, weight, bias)
     hidden_NE, targets_N = flatten(hidden, weight, targets)
     rows = TargetRows(

@@ -44,6 +44,7 @@ from streamgrad.hf.seams import layer_mask, streamed_attention_in, with_document
 from streamgrad.hf.sequence_slices import SequenceGroup, Slices, WholeSequences, sequence_group
 from streamgrad.hf.step_plan import PlannedCall, Planner, Sample
 from streamgrad.memory.planner import HeadFacts, Plan
+from streamgrad.ops.autograd import in_transform
 
 # By the id of the mask a layer was given, which is held as well: no other can come to stand at its address.
 _Masks = dict[int, tuple[object, CausalMask | DenseMask]]
@@ -85,9 +86,11 @@ def decoder_forward(decoder: Any, stock: Callable[..., Any], stream: DecoderStre
 
 
 def _should_stream(decoder: Any, stream: DecoderStream, arguments: dict[str, Any]) -> bool:
-    """With a graph, always. Without one, where it saves memory: a long input and no cache to be filled."""
+    """With a graph, always. Without one, where it saves memory: a long input, no cache to be filled, no transform of it."""
     if torch.is_grad_enabled():
         return True
+    if in_transform():
+        return False
     tokens = arguments.get("input_ids") if arguments.get("input_ids") is not None else arguments.get("inputs_embeds")
     use_cache = arguments.get("use_cache")
     fills_cache = getattr(decoder.config, "use_cache", False) if use_cache is None else use_cache

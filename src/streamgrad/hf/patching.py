@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from streamgrad.ops.autograd import refuse_transforms
+
 _ABSENT = object()
 
 
@@ -61,6 +63,8 @@ class InstalledForward:
             args = args[1:]
         if self.stream is None:
             return self.stock(*args, **kwargs)
+        if torch.is_grad_enabled():  # else what is in a transform is left to stock
+            refuse_transforms(type(self.module).__name__)
         return self.function(self.module, self.stock, self.stream, *args, **kwargs)
 
 

@@ -1,6 +1,6 @@
-"""Helpers of the autograd functions: they refuse second derivatives, return no views, and keep trial graphs to themselves.
+"""Helpers of the autograd functions: first derivatives by backward only, no views returned, trial graphs kept apart.
 
-A gradient that is computed in chunks has no graph that could be differentiated again.
+A gradient that is computed in chunks has no graph that could be differentiated again, or that a transform could follow.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,9 +29,28 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
                 "backward was called with create_graph=True, and streamgrad computes first derivatives only. Leave create_graph "
                 "out, or call streamgrad.disable(model) for a step that differentiates gradients."
             )
-        return backward(ctx, *gradients)
+        # Which come in batches from `is_grads_batched=True`, without a transform of torch.func.
+        batched = [each for each in gradients if each is not None and torch._C._functorch.is_legacy_batchedtensor(each)]
+        refuse_transforms("backward", anyway=bool(batched))
+        with torch.inference_mode(False), torch.no_grad():  # or nothing could be run again with a graph
+            return backward(ctx, *gradients)
 
     return checked
+
+
+def in_transform() -> bool:
+    """Return whether forward-mode derivatives are taken, or a transform of `torch.func` (jvp, grad, vmap) is under way."""
+    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def refuse_transforms(name: str, *, anyway: bool = False) -> None:
+    """Raise inside of a transform: autograd functions here know `backward` alone, and what they hold aside has no tangent."""
+    if anyway or in_transform():
+        raise RuntimeError(
+            f"{name} was called inside forward-mode differentiation or a transform of torch.func (jvp, grad, vmap), and "
+            "streamgrad computes gradients by loss.backward() or torch.autograd.grad alone. Use one of these, or call "
+            "streamgrad.disable(model)."
+        )
 
 
 def own(tensor: Tensor, shape: torch.Size | None = None) -> Tensor:
