@@ -148,6 +148,44 @@ def test_state_dict_and_save_pretrained_are_stock(model, tmp_path):
     assert all(torch.equal(loaded[name], tensor) for name, tensor in stock().state_dict().items())
 
 
+def new_head(model) -> torch.nn.Linear:
+    torch.manual_seed(5)
+    return torch.nn.Linear(model.lm_head.in_features, model.lm_head.out_features, bias=True).double()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda model: model], ids=["copy", "deepcopy", "itself"])
+@pytest.mark.parametrize("shares_modules", [True, False])
+def test_a_new_head_of_a_copy(copied, shares_modules):
+    """A shallow copy has the same dictionary of submodules as the original, unless it is given its own."""
+    batch = batches.plain(None)
+    steps = []
+    for original in (tiny_model("llama"), streamgrad.enable(tiny_model("llama"), **OPTIONS)):
+        model = copied(original)
+        if not shares_modules:
+            model._modules = dict(model._modules)
+        model.lm_head = new_head(model)
+        with no_float32():
+            steps.append((run_step(model, batch), run_step(original, batch)))
+    for ours, theirs in zip(steps[1], steps[0], strict=True):
+        assert_same_step(ours, theirs, 1e-10)
+
+
+def test_a_shallow_copy_is_disabled_by_itself(model):
+    copied = copy.copy(model)
+    copied._modules = dict(copied._modules)
+    streamgrad.disable(model)
+    assert not streamgrad.is_enabled(copied), "it has the same decoder"
+    copied.lm_head = new_head(copied)
+    streamgrad.enable(copied, **OPTIONS)
+    other, batch = stock(), batches.plain(model)
+    with no_float32():
+        assert_same_step(run_step(streamgrad.disable(model), batch), run_step(other, batch), 1e-10)
+        other.lm_head = new_head(other)
+        streamgrad.enable(copied, **OPTIONS)
+        assert_same_step(run_step(copied, batch), run_step(other, batch), 1e-10)
+    assert "forward" not in vars(model)
+
+
 def test_deepcopy_runs_its_own_weights(model):
     clone = copy.deepcopy(model)
     assert streamgrad.is_enabled(clone)

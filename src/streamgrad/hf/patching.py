@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import types
@@ -21,7 +22,8 @@ class InstalledForward:
     """The `forward` of an enabled module, which calls `function(module, stock, stream, *args, **kwargs)`.
 
     Its signature is the stock forward's, which Trainer and `generate` read. The module is an attribute, not a closure's variable,
-    so that copying and pickling rebind it. Once removed, it calls `stock`: another library may have wrapped it in the meantime.
+    so that deep copies and pickles rebind it; a shallow copy of the module has this very object, and gets its own when called or
+    asked for it. Once removed, it calls `stock`: another library may have wrapped it in the meantime.
     """
 
     def __init__(self, module: nn.Module, function: Callable[..., Any], stream: Any) -> None:
@@ -30,7 +32,16 @@ class InstalledForward:
 
     @classmethod
     def on(cls, module: nn.Module) -> InstalledForward | None:
-        return module.__dict__.get("_streamgrad")
+        installed = module.__dict__.get("_streamgrad")
+        return installed if installed is None or installed.module is module else installed._moved_to(module)
+
+    def _moved_to(self, shallow_copy: nn.Module) -> InstalledForward:
+        moved = copy.copy(self)
+        moved.module = shallow_copy
+        for name in ("forward", "_streamgrad"):
+            if shallow_copy.__dict__.get(name) is self:
+                shallow_copy.__dict__[name] = moved
+        return moved
 
     def install(self) -> None:
         previous = self.on(self.module)
@@ -61,11 +72,22 @@ class InstalledForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args and args[0] is self.module:  # Accelerate binds it as a method when it unwraps a model
             args = args[1:]
+        called = _module_under_call()
+        if called is not None and called is not self.module and called.__dict__.get("_streamgrad") is self:
+            return self._moved_to(called)(*args, **kwargs)
         if self.stream is None:
             return self.stock(*args, **kwargs)
         if torch.is_grad_enabled():  # else what is in a transform is left to stock
             refuse_transforms(type(self.module).__name__)
         return self.function(self.module, self.stock, self.stream, *args, **kwargs)
+
+
+def _module_under_call() -> nn.Module | None:
+    """Return the module whose `__call__` is the innermost under way: an attribute that is called is not told whose it is."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["self"]
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
