@@ -82,7 +82,7 @@ def test_flags_yaml_and_adapters(train, tmp_path, model, monkeypatch):
     assert code == 0 and "No model given" not in printed and "No dataset given" not in printed
     (trainer,) = seen
     assert trainer.state.global_step == 1 and trainer.args.learning_rate == 1e-2
-    stream = trainer.model.get_base_model().forward.before.stream.config
+    stream = trainer.model.get_base_model().forward.stream.config
     assert (stream.chunk_size, stream.keep) == (5, "attention")
     assert any("eval_loss" in entry for entry in trainer.state.log_history)
     adapted = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")

@@ -92,7 +92,7 @@ def test_models_given_by_name_are_streamed(tmp_path, name, saved):
 def test_an_enabled_model_keeps_its_configuration(tmp_path, saved):
     model = streamgrad.enable(load(saved), chunk_size=3, head_chunk_size=2)
     trainer = build("sft", tmp_path, model, streamed=True, stream=None)
-    assert trainer.model.forward.scoring.config.head_chunk_size == 2
+    assert trainer.model.forward.stream.config.head_chunk_size == 2
     with pytest.raises(ValueError, match="already enabled with .*chunk_size=3"):
         build("sft", tmp_path, model, streamed=True, stream=StreamConfig(chunk_size=4))
     assert trl.trainer.sft_trainer.add_fused_lm_head is trl.trainer.utils.add_fused_lm_head, "not restored after an error"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from trl.trainer.utils import FusedCausalLMOutput
 
-from streamgrad.api import enable, is_enabled
+from streamgrad.api import enable
 from streamgrad.config import StreamConfig
 from streamgrad.head.linear_head import LogitMap
 from streamgrad.head.token_scores import token_scores
-from streamgrad.hf.causal_lm import HeadStream, check_labels, refuse_backward_hooks
+from streamgrad.hf.causal_lm import HeadStream, causal_lm_forward, check_labels, refuse_backward_hooks
 from streamgrad.hf.patching import InstalledForward, named_arguments, temporary_attribute
 from streamgrad.hf.step_plan import head_known_to_decoder
 from streamgrad.parallel import make_zero3_leaves
@@ -31,90 +31,83 @@ from streamgrad.parallel import make_zero3_leaves
 _IGNORED = -100
 
 
-@dataclass(frozen=True)
-class Scoring:
-    """The scores that a trainer needs for each token, and how the head computes them."""
+@dataclass
+class ScoringStream(HeadStream):
+    """The state of a model that scores tokens: which scores a trainer needs, and how the head computes them.
 
-    config: StreamConfig
+    `logit_map`, with which the model computes its own loss, has no temperature; `scored_map` has.
+    """
+
     fields: tuple[str, ...]
-    logit_map: LogitMap
+    scored_map: LogitMap
     in_float32: bool
     label_smoothing: float = 0.0
 
 
-class ScoringForward:
-    """The `forward` of a scored model: scores calls with `fused_lm_head=True`, and passes others to the forward before it.
+def scoring_forward(
+    model: Any, stock: Callable[..., Any], stream: ScoringStream, *args: Any, fused_lm_head: bool = False, **kwargs: Any
+) -> Any:
+    """Score tokens if `fused_lm_head` is True; otherwise run the model as `enable` lets it run."""
+    if fused_lm_head:
+        return _scored(model, stream, *args, **kwargs)
+    return causal_lm_forward(model, stock, stream, *args, **kwargs)
 
-    As with `InstalledForward`, the module is an attribute, not a closure's variable, so that copying and pickling rebind it, and
-    the signature is the stock one, which Trainer and `generate` read.
-    """
 
-    def __init__(self, model: nn.Module, scoring: Scoring) -> None:
-        self.model, self.scoring = model, scoring
-        self.before = model.forward
+def _scored(
+    model: Any,
+    stream: ScoringStream,
+    *args: Any,
+    labels: Tensor | None = None,
+    shift_labels: Tensor | None = None,
+    num_items_in_batch: Tensor | int | None = None,
+    **kwargs: Any,
+) -> FusedCausalLMOutput:
+    if shift_labels is None:
+        if labels is None:
+            raise ValueError("fused_lm_head=True scores tokens, but neither labels nor shift_labels were passed. Pass one.")
+        # Position t is scored on token t + 1. The last position has no target and is cut off below: cutting the hidden
+        # states instead would copy them.
+        targets_BT = nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
+        length = targets_BT.shape[1] - 1
+    else:
+        targets_BT, length = shift_labels, shift_labels.shape[1]
+    given = named_arguments(model.base_model.forward, args, kwargs)
+    about_loss = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+    check_labels(model, given | about_loss)
+    if torch.is_grad_enabled():
+        refuse_backward_hooks(model.get_output_embeddings())
+    with head_known_to_decoder(model, _linear_head(model), tokens=targets_BT.numel(), config=stream.config):
+        hidden_BTE = model.base_model(*args, **kwargs | {"use_cache": False}).last_hidden_state
+    scores = {name: score[:, :length] for name, score in _scores(model, stream, hidden_BTE, targets_BT).items()}
+    mask = (targets_BT != _IGNORED)[:, :length].to(scores["log_probs"].device)
+    count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    return FusedCausalLMOutput(loss=-scores["log_probs"].sum() / count, label_mask=mask, **scores)
 
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.before)
 
-    @torch.compiler.disable
-    def __call__(self, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        return self._scored(*args, **kwargs) if fused_lm_head else self.before(*args, **kwargs)
+def _scores(model: Any, stream: ScoringStream, hidden_BTE: Tensor, targets_BT: Tensor) -> dict[str, Tensor]:
+    """Return the scores, computed inside the head module's own call, where engines that shard weights have gathered them."""
+    outer, head = model.get_output_embeddings(), _linear_head(model)
 
-    def _scored(
-        self,
-        *args: Any,
-        labels: Tensor | None = None,
-        shift_labels: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        **kwargs: Any,
-    ) -> FusedCausalLMOutput:
-        if shift_labels is None:
-            if labels is None:
-                raise ValueError("fused_lm_head=True scores tokens, but neither labels nor shift_labels were passed. Pass one.")
-            # Position t is scored on token t + 1. The last position has no target and is cut off below: cutting the hidden
-            # states instead would copy them.
-            targets_BT = nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
-            length = targets_BT.shape[1] - 1
-        else:
-            targets_BT, length = shift_labels, shift_labels.shape[1]
-        model: Any = self.model
-        given = named_arguments(model.base_model.forward, args, kwargs)
-        about_loss = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
-        check_labels(model, given | about_loss)
-        if torch.is_grad_enabled():
-            refuse_backward_hooks(model.get_output_embeddings())
-        with head_known_to_decoder(model, _linear_head(model), tokens=targets_BT.numel(), config=self.scoring.config):
-            hidden_BTE = model.base_model(*args, **kwargs | {"use_cache": False}).last_hidden_state
-        scores = {name: score[:, :length] for name, score in self._scores(hidden_BTE, targets_BT).items()}
-        mask = (targets_BT != _IGNORED)[:, :length].to(scores["log_probs"].device)
-        count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-        return FusedCausalLMOutput(loss=-scores["log_probs"].sum() / count, label_mask=mask, **scores)
+    def forward(hidden_BTE: Tensor) -> dict[str, Tensor]:
+        return token_scores(
+            hidden_BTE,
+            head.weight,
+            targets_BT,
+            fields=stream.fields,
+            bias=head.bias,
+            logit_map=stream.scored_map,
+            label_smoothing=stream.label_smoothing,
+            chunk_size=stream.config.head_chunk_size,
+            limit_bytes=stream.config.budget_bytes,
+        )
 
-    def _scores(self, hidden_BTE: Tensor, targets_BT: Tensor) -> dict[str, Tensor]:
-        """Return the scores, computed inside the head module's own call, where engines that shard weights have gathered them."""
-        scoring, outer, head = self.scoring, self.model.get_output_embeddings(), _linear_head(self.model)  # type: ignore[operator]
-
-        def forward(hidden_BTE: Tensor) -> dict[str, Tensor]:
-            return token_scores(
-                hidden_BTE,
-                head.weight,
-                targets_BT,
-                fields=scoring.fields,
-                bias=head.bias,
-                logit_map=scoring.logit_map,
-                label_smoothing=scoring.label_smoothing,
-                chunk_size=scoring.config.head_chunk_size,
-                limit_bytes=scoring.config.budget_bytes,
-            )
-
-        # In a model split over devices, the last layer may be on another device than the head.
-        hidden_BTE = hidden_BTE.to(head.weight.device)
-        with temporary_attribute(head, "forward", forward):
-            if not scoring.in_float32:
-                return outer(hidden_BTE)
-            with torch.autocast(hidden_BTE.device.type, enabled=False):
-                return outer(hidden_BTE.float())
+    # In a model split over devices, the last layer may be on another device than the head.
+    hidden_BTE = hidden_BTE.to(head.weight.device)
+    with temporary_attribute(head, "forward", forward):
+        if not stream.in_float32:
+            return outer(hidden_BTE)
+        with torch.autocast(hidden_BTE.device.type, enabled=False):
+            return outer(hidden_BTE.float())
 
 
 def _linear_head(model: Any) -> nn.Linear:
@@ -144,26 +137,24 @@ def add_streamed_head(
         stream: how to stream it; None leaves a model that is enabled as it is, and enables any other with the defaults.
         temperature, cast_lm_head_to_fp32, outputs: as in TRL.
     """
-    if stream is not None or not is_enabled(model):
-        enable(model, stream)
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature} must be positive: logits are divided by it. Pass 1.0 to leave it out.")
+    if model.get_output_embeddings() is None:
+        raise ValueError(
+            f"{type(model).__name__} has no language-modelling head to score tokens with. Pass a causal language model."
+        )
+    current = InstalledForward.on(model.get_decoder())
+    enable(model, current.stream.config if stream is None and current is not None else stream)
     if is_deepspeed_zero3_enabled():
         # Now or never: the trainer's engine is made right after its constructor.
         make_zero3_leaves(model)
     enabled = InstalledForward.on(model)
-    if enabled is None or not isinstance(enabled.stream, HeadStream):
-        raise ValueError(
-            f"{type(model).__name__} has no language-modelling head to score tokens with. Pass a causal language model."
-        )
-    logit_map = enabled.stream.logit_map
-    if not temperature > 0:
-        raise ValueError(f"temperature={temperature} must be positive: logits are divided by it. Pass 1.0 to leave it out.")
-    scoring = Scoring(
-        config=enabled.stream.config,
-        fields=outputs,
-        logit_map=replace(logit_map, scale=logit_map.scale / temperature),
-        in_float32=cast_lm_head_to_fp32,
-    )
-    model.__dict__["forward"] = ScoringForward(model, scoring)
+    assert enabled is not None and isinstance(enabled.stream, HeadStream)
+    config, logit_map = enabled.stream.config, enabled.stream.logit_map
+    scored_map = replace(logit_map, scale=logit_map.scale / temperature)
+    scoring = ScoringStream(config, logit_map, fields=outputs, scored_map=scored_map, in_float32=cast_lm_head_to_fp32)
+    # In the place of the forward that `enable` installed, so that `disable` removes this one.
+    InstalledForward(model, scoring_forward, scoring).install()
 
 
 @contextmanager

@@ -7,13 +7,15 @@ the policy and for the reference, wherever they come from.
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
 from typing import Any
 
+from torch import nn
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 
 from streamgrad.config import StreamConfig
 from streamgrad.hf.discover import unwrap
+from streamgrad.hf.patching import InstalledForward
+from streamgrad.trl.restoring import restored_on_error
 from streamgrad.trl.scoring import streamed_head_in
 from streamgrad.trl.shared_sequences import prepare_shared_sequences
 
@@ -22,25 +24,44 @@ class _Streamed:
     """The constructor that the trainers share; `stock` is TRL's trainer, which follows in the method resolution order."""
 
     stock: Any
+    model: Any
 
     def __init__(self, *args: Any, stream: StreamConfig | None = None, **kwargs: Any) -> None:
-        arguments = inspect.signature(self.stock.__init__).bind_partial(self, *args, **kwargs).arguments.get("args")
+        given = inspect.signature(self.stock.__init__).bind_partial(self, *args, **kwargs).arguments
+        arguments, model = given.get("args"), given.get("model")
         if getattr(arguments, "activation_offloading", False):
             raise ValueError(
                 "activation_offloading=True moves every tensor that autograd keeps to the host, even those that a streamed layer "
                 "makes and drops within its own backward. Set it to False. To offload what layers keep, pass "
                 'stream=StreamConfig(offload="host"), or --offload host.'
             )
-        with streamed_head_in(self.stock, stream):
+        if isinstance(model, nn.Module):
+            _refuse_router_loss(model, arguments)
+        with restored_on_error(_changed(given)), streamed_head_in(self.stock, stream):
             super().__init__(*args, **kwargs)
-        trainer: Any = self
-        if trainer.aux_loss_enabled:
-            raise ValueError(
-                f"router_aux_loss_coef={trainer.router_aux_loss_coef} asks for the load-balancing loss of a mixture of experts, "
-                "which needs the router logits of all tokens at once and cannot be streamed. Pass router_aux_loss_coef=0.0 in "
-                "the trainer's arguments to train without it."
-            )
-        prepare_shared_sequences(trainer)
+            _refuse_router_loss(self.model, arguments)
+            prepare_shared_sequences(self)
+
+
+def _changed(given: dict[str, Any]) -> list[Any]:
+    """Return the arguments of a trainer that its constructor may change."""
+    rewards = given.get("reward_funcs")
+    named = (given.get(name) for name in ("model", "ref_model", "args", "processing_class", "peft_config"))
+    parts = [*named, *(rewards if isinstance(rewards, list) else [rewards])]
+    return [part for part in parts if isinstance(getattr(part, "__dict__", None), dict)]
+
+
+def _refuse_router_loss(model: Any, arguments: Any) -> None:
+    """Raise for a mixture of experts whose load-balancing loss TRL would add: by the arguments, or else by the configuration."""
+    config, coefficient = model.config.get_text_config(), getattr(arguments, "router_aux_loss_coef", None)
+    if coefficient is None:
+        coefficient = getattr(config, "router_aux_loss_coef", 0.0)
+    if coefficient and hasattr(config, "output_router_logits"):
+        raise ValueError(
+            f"router_aux_loss_coef={coefficient} asks for the load-balancing loss of a mixture of experts, which needs the "
+            "router logits of all tokens at once and cannot be streamed. Pass router_aux_loss_coef=0.0 in the trainer's "
+            "arguments to train without it."
+        )
 
 
 class StreamSFTTrainer(_Streamed, SFTTrainer):
@@ -69,8 +90,9 @@ class StreamSFTTrainer(_Streamed, SFTTrainer):
         if smoother is not None and trainer.compute_loss_func is None and self.args.loss_type == "nll":
             # The smoothed loss is a sum over tokens like the plain one, so the head can compute it. TRL's ordinary path, which
             # sums `log_probs`, then gives what its LabelSmoother would compute from full logits.
-            forward = unwrap(self.model).forward
-            forward.scoring = replace(forward.scoring, label_smoothing=smoother.epsilon)
+            scoring = InstalledForward.on(unwrap(self.model))
+            assert scoring is not None
+            scoring.stream.label_smoothing = smoother.epsilon
             trainer.label_smoother = None
 
 
