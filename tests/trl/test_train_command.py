@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import sys
@@ -230,3 +231,15 @@ def test_a_bound_may_be_infinite(tmp_path):
 def test_bf16_without_a_gpu_says_which_flags_help(train, tmp_path, model):
     code, _, _ = train("sft", "--model_name_or_path", model, "--output_dir", tmp_path / "out")
     assert re.fullmatch("streamgrad: bf16 is the default and needs a GPU .* Pass --use_cpu .*, or --bf16 false.", code)
+
+
+def test_an_old_trl_is_named_as_the_cause(train, monkeypatch):
+    """Up to 1.15, trl has no such function in its trainers, and up to 1.14 none of what it returns either."""
+    for name in [name for name in sys.modules if name.startswith("streamgrad.trl")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("trl.trainer.utils.FusedCausalLMOutput")
+    monkeypatch.delattr("trl.trainer.sft_trainer.add_fused_lm_head")
+    with pytest.raises(ImportError, match=r"add_fused_lm_head, which the trainers of trl .* do not have.*trl>=1.16"):
+        importlib.import_module("streamgrad.trl")
+    code, _, _ = train("sft", "--max_steps", "1")
+    assert re.fullmatch(r"streamgrad: .*trl .* do not have.*pip install .trl>=1.16.", str(code))

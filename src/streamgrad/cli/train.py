@@ -58,10 +58,11 @@ def run(objective: str, arguments: Sequence[str], console: Console) -> None:
     try:
         from streamgrad.trl.command import Command
         from streamgrad.trl.command import train as train_as
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         if (error.name or "").partition(".")[0] not in ("trl", "datasets"):
             raise
-        raise ValueError(f'training needs {error.name}, which is not installed. Run: pip install "streamgrad[trl]"') from error
+        missing = f'training needs {error.name}, which is not installed. Run: pip install "streamgrad[trl]"'
+        raise ValueError(missing if isinstance(error, ModuleNotFoundError) else str(error)) from error
 
     defaults = {"output_dir": f"out/{objective}", "use_cpu": not torch.accelerator.is_available()}
     defaults |= _QUICK | _QUICK_OF[objective]

@@ -1,5 +1,16 @@
 """TRL's trainers with streamed models. They need trl: `pip install "streamgrad[trl]"`."""
 
-from streamgrad.trl.trainers import StreamDPOTrainer, StreamGRPOTrainer, StreamSFTTrainer
+import trl
+from trl.trainer import dpo_trainer, grpo_trainer, sft_trainer
+
+# Before anything else is imported from trl, so that another version is named as the cause.
+if not all(hasattr(module, "add_fused_lm_head") for module in (dpo_trainer, grpo_trainer, sft_trainer)):
+    raise ImportError(
+        f"streamgrad's trainers build on add_fused_lm_head, which the trainers of trl {trl.__version__} do not have. "
+        'Run: pip install "trl>=1.16"',
+        name="trl",
+    )
+
+from streamgrad.trl.trainers import StreamDPOTrainer, StreamGRPOTrainer, StreamSFTTrainer  # noqa: E402
 
 __all__ = ["StreamDPOTrainer", "StreamGRPOTrainer", "StreamSFTTrainer"]

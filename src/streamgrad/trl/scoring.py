@@ -165,11 +165,7 @@ def streamed_head_in(trainer: type, stream: StreamConfig | None) -> Iterator[Non
     scores its reference in it).
     """
     module = importlib.import_module(trainer.__module__)
-    stock = getattr(module, "add_fused_lm_head", None)
-    if stock is None:
-        raise ImportError(
-            f"{trainer.__module__} has no add_fused_lm_head, which streamgrad's trainers build on. Install trl>=1.16."
-        )
+    stock = module.add_fused_lm_head
 
     def add(model: Any, *args: Any, **kwargs: Any) -> None:
         options = inspect.signature(stock).bind(model, *args, **kwargs).arguments
