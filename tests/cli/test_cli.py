@@ -271,6 +271,46 @@ def test_configurations_that_are_refused(outcome, tmp_path, command, text, said)
     assert re.fullmatch(rf"streamgrad: .*{said}.*", line), line
 
 
+@pytest.mark.parametrize("command", [["plan", "--max"], ["check"]], ids=" ".join)
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 in config.json is more than any model has: at most 4,096"),
+        ({"hidden_size": 10**12}, "hidden_size=1000000000000 in config.json is more than any model has"),
+        ({"num_attention_heads": 10**9}, "num_attention_heads=1000000000"),
+        ({"vocab_size": 1 << 62}, f"vocab_size={1 << 62}"),
+        ({"model_type": "gpt2", "n_layer": 10**9}, "n_layer=1000000000"),
+        ({"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers=1000000000"),
+        ({"model_type": "qwen3_moe", "num_experts": 10**9}, "num_experts=1000000000"),
+    ],
+    ids=str,
+)
+def test_sizes_that_no_model_has_are_refused_before_anything_is_built(outcome, tmp_path, monkeypatch, command, values, said):
+    """Of 10**9 layers, transformers would make a list while it loads the configuration."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN | values))
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("it was loaded"))
+    line = str(outcome(command[0], "model", *command[1:]))
+    assert said in line and line.startswith("streamgrad: "), line
+
+
+OWN_CLASSES = {"AutoConfig": "code.MyConfig", "AutoModelForCausalLM": "code.MyModel"}
+
+
+@pytest.mark.parametrize("command", [["plan", "--max"], ["check"], ["bench", "--seq-len", "8"]], ids=" ".join)
+def test_code_that_comes_with_a_configuration_is_not_run(outcome, tmp_path, monkeypatch, command):
+    """Nor does anybody ask whether to run it, which would wait for an answer."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "code.py").write_text("raise SystemExit('this was run')")
+    file = tmp_path / "model" / "config.json"
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question was asked"))
+    file.write_text(json.dumps(QWEN | {"model_type": "mine", "auto_map": OWN_CLASSES}))
+    line = str(outcome(command[0], "model", *command[1:]))
+    assert re.fullmatch(r"streamgrad: .*class of its own .*is not run here, and transformers has no model_type 'mine'.*", line)
+    file.write_text(json.dumps(QWEN | {"auto_map": OWN_CLASSES}))
+    assert outcome(command[0], "model", *command[1:]) == 0, "transformers knows qwen3"
+
+
 @pytest.mark.parametrize(
     ("command", "values"),
     [

@@ -191,6 +191,8 @@ def test_a_model_that_is_not_one(train, tmp_path):
     assert "has no configuration that transformers can load" in str(train(*flags)[0])
     AutoConfig.for_model("t5").save_pretrained(folder)
     assert "a t5 model is not a causal language model: it is an encoder-decoder" in str(train(*flags)[0])
+    (folder / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoConfig": "code.MyConfig"}}')
+    assert "has no model_type 'mine'. Pass --trust_remote_code to run it." in str(train(*flags)[0])
     AutoConfig.for_model("qwen3").save_pretrained(folder)
     assert "has no architectures" in str(train(*flags)[0])
 

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import textwrap
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from streamgrad.hf.presets import check_found, check_stored, preset, preset_names
 
@@ -21,6 +30,8 @@ _SIZES = (
     "hidden_size", "intermediate_size", "vocab_size", "head_dim", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads",
 )  # fmt: skip
+# The largest values, by what their names look like; the first that matches counts.
+_LARGEST = {r"(layers?|experts)$": 1 << 12, r"^(num|n|d)_|_(size|dim|rank|heads)$": 1 << 24}
 
 
 def preset_config(name: str) -> PretrainedConfig:
@@ -46,20 +57,53 @@ def config_of(model: Any) -> PretrainedConfig:
         config = stored_config(model)
     check_causal(config)
     check_sizes(config)
+    _check_limits(config.to_dict())
     return config
 
 
-def stored_config(model: str | os.PathLike[str], **options: Any) -> PretrainedConfig:
-    """Load the configuration of a directory or of a name on the hub; `options` go to `AutoConfig.from_pretrained`."""
+def stored_config(
+    model: str | os.PathLike[str], *, revision: str | None = None, trust_remote_code: bool | None = None
+) -> PretrainedConfig:
+    """Load the configuration of a directory or of a name on the hub, and run no code of theirs unless that is trusted.
+
+    None means that whoever asks cannot be told to trust it. Sizes are checked first: some classes make a list of all layers.
+    """
     check_stored(model)
+    values, _ = _loaded(PretrainedConfig.get_config_dict, model, revision=revision)
+    own_class = "AutoConfig" in (values.get("auto_map") or ())
+    if own_class and not trust_remote_code and values.get("model_type") not in CONFIG_MAPPING:
+        remedy = "Call streamgrad.enable(model) on the model itself to see whether it can be streamed."
+        raise ValueError(
+            f"model={str(model)!r} has a configuration class of its own (auto_map in config.json), which is not run here, and "
+            f"transformers has no model_type {values.get('model_type')!r}. "
+            + (remedy if trust_remote_code is None else "Pass --trust_remote_code to run it.")
+        )
+    _check_limits(values)
+    return _loaded(AutoConfig.from_pretrained, model, revision=revision, trust_remote_code=bool(trust_remote_code))
+
+
+def _loaded(load: Callable[..., Any], model: str | os.PathLike[str], **options: Any) -> Any:
     try:
-        return AutoConfig.from_pretrained(model, **options)
+        return load(model, **options)
     except Exception as error:  # any kind: files, connections and the checks of each class fail in their own ways
         reason, hint = short_reason(error), ". Pass a directory whose config.json was written by save_pretrained."
         raise ValueError(
             f"model={str(model)!r} has no configuration that transformers can load: "
             + (reason.rstrip(".") + hint if os.path.exists(model) else reason)
         ) from error
+
+
+def _check_limits(values: dict[str, Any]) -> None:
+    """Raise for sizes that no model has, in `values` or the dictionaries in it: building one would take all memory or time."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _check_limits(value)
+        largest = next((largest for pattern, largest in _LARGEST.items() if re.search(pattern, str(name))), None)
+        if largest and isinstance(value, int | float) and value > largest:
+            raise ValueError(
+                f"{name}={value} in config.json is more than any model has: at most {largest:,} can be built. Correct it, or "
+                "pass another model."
+            )
 
 
 def short_reason(error: Exception) -> str:

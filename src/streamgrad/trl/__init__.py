@@ -11,6 +11,6 @@ if not all(hasattr(module, "add_fused_lm_head") for module in (dpo_trainer, grpo
         name="trl",
     )
 
-from streamgrad.trl.trainers import StreamDPOTrainer, StreamGRPOTrainer, StreamSFTTrainer  # noqa: E402
+from streamgrad.trl.trainers import StreamDPOTrainer, StreamGRPOTrainer, StreamSFTTrainer
 
 __all__ = ["StreamDPOTrainer", "StreamGRPOTrainer", "StreamSFTTrainer"]
