@@ -27,11 +27,19 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def append_records(path: Path, records: Iterable[Any]) -> None:
-    """Append a JSON line per dataclass in `records` to what the file already holds."""
+    """Append a JSON line per dataclass in `records` to what the file already holds, or leave the file as it is and raise."""
     text = "".join(json.dumps(asdict(record)) + "\n" for record in records)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(text)
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_text((path.read_text() if path.exists() else "") + text)
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(
+            f"new records could not be written to {path}: {error.strerror or error}. Those in it are as they were. Free some "
+            "space, then run the command again."
+        ) from error
 
 
 def rows_in(path: Path) -> list[dict[str, Any]]:

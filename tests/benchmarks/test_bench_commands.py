@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,10 +16,33 @@ from typer.main import get_command
 from benchmarks.__main__ import main
 from benchmarks.commands import app
 from benchmarks.names import command_line, unless
-from benchmarks.records import rows_in
+from benchmarks.records import append_records, rows_in
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = {"step", "memory", "max-length", "head", "linear", "partition", "precision", "predicted", "report"}
+
+
+@dataclass
+class Row:
+    name: str
+
+
+def test_a_full_disk_leaves_records_as_they_were(tmp_path, monkeypatch):
+    """Half a line at the end of the file would make all of it unreadable."""
+    path = tmp_path / "step.jsonl"
+    append_records(path, [Row("first")])
+    append_records(path, [Row("second")])
+    stock = Path.write_text
+
+    def full(file, text, *args, **kwargs):
+        stock(file, text[: len(text) - 3], *args, **kwargs)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match=rf"{path}: No space left on device. Those in it are as they were"):
+        append_records(path, [Row("third")])
+    assert [row["name"] for row in rows_in(path)] == ["first", "second"]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_every_benchmark_is_a_command():

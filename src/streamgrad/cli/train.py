@@ -83,7 +83,13 @@ def run(objective: str, arguments: Sequence[str], console: Console) -> None:
     if not command.has_dataset:
         embedded = {"dataset": embedded_dataset(objective), "reward_funcs": [letter_e] if objective == "grpo" else None}
         console.print("No dataset given: the demo's text", soft_wrap=True)
-    trainer = train_as(command, **embedded)
+    try:
+        trainer = train_as(command, **embedded)
+    except KeyboardInterrupt as stop:
+        Console(stderr=True, quiet=console.quiet).print(
+            f"\nstreamgrad: {stop}" if str(stop) else "\nstreamgrad: stopped before the first step", soft_wrap=True, markup=False
+        )
+        raise typer.Exit(130) from None
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     shown = "reward" if objective == "grpo" else "loss"
     if logged:

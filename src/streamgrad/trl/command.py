@@ -6,9 +6,11 @@ import dataclasses
 import importlib
 import math
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -35,6 +37,7 @@ from trl.scripts.grpo import GRPOScriptArguments
 from streamgrad.config import ATTENTION_BACKENDS, FUSED_KERNEL_MODES, KEEP_POLICIES, OFFLOAD_PLACES, StreamConfig, parse_tokens
 from streamgrad.hf.configs import check_causal, stored_config
 from streamgrad.hf.presets import check_stored, may_be_on_hub, preset_names
+from streamgrad.trl.checkpoints import checkpoint_to_resume, last_checkpoint, named_if_it_fails
 from streamgrad.trl.trainers import StreamDPOTrainer, StreamGRPOTrainer, StreamSFTTrainer
 
 # By objective: the trainer, its arguments, and the arguments of TRL's script for it.
@@ -95,6 +98,7 @@ class Command:
     model: Any
     mixture: Any
     stream: StreamConfig
+    words: Sequence[str]
 
     @classmethod
     def parse(cls, objective: str, arguments: Sequence[str], without_model: dict[str, Any] | None = None) -> Command:
@@ -151,7 +155,10 @@ class Command:
         _check_counts(options)
         _check_finite(options)
         _check_launch(training)
-        return cls(objective, script, training, model, mixture, _stream_config(stream))
+        training.resume_from_checkpoint = checkpoint_to_resume(
+            training.resume_from_checkpoint, training.output_dir, training.world_size
+        )
+        return cls(objective, script, training, model, mixture, _stream_config(stream), arguments)
 
     @property
     def has_dataset(self) -> bool:
@@ -284,13 +291,34 @@ def train(command: Command, *, dataset: Any = None, reward_funcs: list[Any] | No
             f"the dataset has the columns {columns}, but {command.objective} also needs {error}. Add it, or rename one: TRL's "
             "documentation lists the dataset format of each trainer."
         ) from error
-    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
-    trainer.save_model(training.output_dir)
+    try:
+        trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_where_it_stopped(trainer.state, command)) from None
+    with named_if_it_fails(Path(training.output_dir), training.output_dir, training.world_size):
+        trainer.save_model(training.output_dir)
     if training.push_to_hub:
         trainer.push_to_hub(dataset_name=command.script.dataset_name)
     if hasattr(trainer, "end"):  # transformers >= 5.18: closes trackers and the process group, as TRL's scripts do
         trainer.end()
     return trainer
+
+
+def _where_it_stopped(state: Any, command: Command) -> str:
+    """Return the step at which training was interrupted, the last whole checkpoint, and the command that goes on from it."""
+    output, processes = command.training.output_dir, command.training.world_size
+    last = last_checkpoint(output, processes)
+    stopped = f"stopped at step {state.global_step} of {state.max_steps}. "
+    if last is None:
+        return stopped + f"No checkpoint is in {output}; --save_strategy steps --save_steps N writes one every N steps."
+    resume = "--resume_from_checkpoint"
+    words = list(command.words)
+    while resume in words:
+        del words[words.index(resume) : words.index(resume) + 2]
+    words = [word for word in words if not word.startswith(f"{resume}=")]
+    again = shlex.join(["python", "-m", "streamgrad", "train", command.objective, *words, resume, "last"])
+    launched = ", started by the same launcher" if processes > 1 else ""
+    return stopped + f"The last checkpoint is {last}. Go on with{launched}: {again}"
 
 
 def _split(dataset: Any, name: str) -> Any:

@@ -15,6 +15,7 @@ from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 from streamgrad.config import StreamConfig
 from streamgrad.hf.discover import unwrap
 from streamgrad.hf.patching import InstalledForward
+from streamgrad.trl.checkpoints import begin_checkpoint, checkpoint_at, named_if_it_fails
 from streamgrad.trl.restoring import restored_on_error
 from streamgrad.trl.scoring import streamed_head_in
 from streamgrad.trl.shared_sequences import prepare_shared_sequences
@@ -25,6 +26,8 @@ class _Streamed:
 
     stock: Any
     model: Any
+    args: Any
+    state: Any
 
     def __init__(self, *args: Any, stream: StreamConfig | None = None, **kwargs: Any) -> None:
         given = inspect.signature(self.stock.__init__).bind_partial(self, *args, **kwargs).arguments
@@ -41,6 +44,14 @@ class _Streamed:
             super().__init__(*args, **kwargs)
             _refuse_router_loss(self.model, arguments)
             prepare_shared_sequences(self)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        output, processes = self.args.output_dir, self.args.world_size
+        path = checkpoint_at(output, self.state.global_step)
+        with named_if_it_fails(path, output, processes):
+            if self.args.should_save:
+                begin_checkpoint(path)
+            super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
 
 def _changed(given: dict[str, Any]) -> list[Any]:
