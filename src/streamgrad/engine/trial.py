@@ -81,7 +81,7 @@ class Trial:
     name: str
     run: RunChunks
     adapters: AdapterFacts
-    chunk_size: int
+    chunk_size: int = _MOST_TOKENS
     least: int = 1
     mixes_by_states: bool = False
 
@@ -99,7 +99,12 @@ class Trial:
             """Small, so that what the layer adds to its input is not lost beside it."""
             return 0.1 * torch.randn(h_BTE.shape[0], tokens, *h_BTE.shape[2:], generator=generator).to(h_BTE)
 
-        with torch.random.fork_rng(devices=devices), own_graph(), swapped_parameters(self.layer, _stand_ins(modules)):
+        with (
+            torch.random.fork_rng(devices=devices),
+            own_graph(),
+            swapped_parameters(self.layer, _stand_ins(modules)),
+            _unchanged_buffers(self.layer),
+        ):
             draws = self._check_derivatives(draw(), RandomTape(devices))
             autocast.forget_casts()
             with in_eval_mode(modules) if draws else contextlib.nullcontext(), torch.no_grad():
@@ -171,7 +176,8 @@ class Trial:
         for _ in range(8):
             h_BNE = draw()
             whole_BNE = self.run(h_BNE, [(0, h_BNE.shape[1])])
-            difference_BN = _token_difference(self.run(h_BNE, parts), whole_BNE, h_BNE)
+            before = h_BNE if whole_BNE.shape == h_BNE.shape else 0.0  # a head makes logits of hidden states
+            difference_BN = _token_difference(self.run(h_BNE, parts), whole_BNE, before)
             if not whole_BNE.isfinite().all():
                 return False
             differs_N = (difference_BN > largest_rounding(whole_BNE)).all(dim=0)
@@ -236,6 +242,19 @@ def _stand_ins(modules: Sequence[nn.Module]) -> dict[int, Tensor]:
             values = 0.1 * torch.randn(parameter.shape, generator=generator)
             found[id(parameter)] = values.to(parameter).requires_grad_(parameter.requires_grad)
     return found
+
+
+@contextlib.contextmanager
+def _unchanged_buffers(layer: nn.Module) -> Iterator[None]:
+    """Give buffers back what they held: a layer that changes them is refused elsewhere."""
+    held = [(buffer, buffer._version, buffer.clone()) for buffer in layer.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, version, values in held:
+                if buffer._version != version:
+                    buffer.copy_(values)
 
 
 class _Draws(TorchDispatchMode):

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from streamgrad.engine.grad_accumulator import GradAccumulators
-from streamgrad.engine.guards import check_leaves, gradient_of_input
+from streamgrad.engine.guards import NO_ADAPTERS, check_leaves, gradient_of_input
 from streamgrad.engine.kv_chunk import SeamError
-from streamgrad.engine.layer import CHECKED, in_eval_mode, largest_rounding, relative_difference
 from streamgrad.engine.module_walk import trainable_parameters
+from streamgrad.engine.trial import RunChunks, Span, Trial
 from streamgrad.head.linear_head import LogitMap
-from streamgrad.head.targets import TargetRows, is_plain
+from streamgrad.head.targets import TargetRows
 from streamgrad.ops.accumulate import accumulator_dtype, scaled, zeros_for_sum
 from streamgrad.ops.autograd import first_order_only, refuse_transforms
 
@@ -33,17 +33,19 @@ def summed_module_cross_entropy(
     """
     refuse_transforms("the streamed head")
     parameters = trainable_parameters(module)
-    for parameter in parameters:
-        if not is_plain(parameter):
-            raise SeamError(
-                f"its language-modelling head has a trainable {type(parameter).__name__}, which replaces operations of torch by "
-                "its own, and a streamed head sums gradients of plain tensors; freeze it, or call streamgrad.disable(model)"
-            )
-    _check_tokens_alone(module, run, hidden_NE)
+    name = f"its language-modelling head, a {type(module).__name__},"
+    Trial(module, name, _in_parts(run), NO_ADAPTERS)(hidden_NE.unsqueeze(0))
     if not torch.is_grad_enabled() or not (hidden_NE.requires_grad or parameters):
         with torch.no_grad():
             return _total(module, run, hidden_NE, rows, logit_map), rows.count
     return _ModuleCrossEntropy.apply(module, run, rows, logit_map, hidden_NE, *parameters), rows.count
+
+
+def _in_parts(run: Callable[[Tensor], Tensor]) -> RunChunks:
+    def run_parts(hidden_1NE: Tensor, parts: Sequence[Span]) -> Tensor:
+        return torch.cat([run(hidden_1NE[:, slice(*span)]) for span in parts], dim=1)
+
+    return run_parts
 
 
 class _ModuleCrossEntropy(torch.autograd.Function):
@@ -79,21 +81,6 @@ class _ModuleCrossEntropy(torch.autograd.Function):
             for total, dtype in zip(sums, ctx.parameter_dtypes, strict=True)
         ]
         return None, None, None, None, dhidden, *gradients
-
-
-def _check_tokens_alone(module: nn.Module, run: Callable[[Tensor], Tensor], hidden_NE: Tensor) -> None:
-    """Raise where a token's logits depend on the tokens that it is shown with, or on its place there; asked once a module."""
-    if module in CHECKED or len(hidden_NE) < 2:
-        return
-    with torch.no_grad(), in_eval_mode(module):  # as draws of a dropout do depend on a chunk
-        of_two_V, of_one_V = (run(hidden_NE[first:2].unsqueeze(0))[0, -1] for first in (0, 1))
-    if relative_difference(of_one_V, of_two_V) > largest_rounding(of_one_V):
-        raise SeamError(
-            f"its language-modelling head, a {type(module).__name__}, gives a token other logits beside other tokens, and is run "
-            "in chunks of them; call streamgrad.disable(model)"
-        )
-    if not torch.equal(hidden_NE[0], hidden_NE[1]):
-        CHECKED.add(module)
 
 
 def _total(
