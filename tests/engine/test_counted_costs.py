@@ -38,6 +38,7 @@ def model_and_step(length: int, *, batch: int = 1, family: str = "llama", **opti
 
 
 def flops(step) -> int:
+    step()  # in which layers are tried on a few tokens
     # The counter knows addmm but not its in-place form.
     in_place = {torch.ops.aten.addmm_: lambda total, left, right, out_shape=None, **_: 2 * left[0] * left[1] * right[1]}
     with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
@@ -95,6 +96,8 @@ def test_forward_calls_per_projection(keep):
     for name, module in model.model.layers[1].named_modules():
         if isinstance(module, torch.nn.Linear):
             module.register_forward_hook(lambda *_, name=name: calls.update([name.split(".")[-1]]))
+    step()  # in which layers are tried on a few tokens
+    calls.clear()
     step()
     chunks = 5
     again = {"input": 3 * chunks, "attention": 2 * chunks, "all": 1}[keep]
