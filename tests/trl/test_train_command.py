@@ -39,7 +39,7 @@ def train(monkeypatch, capfd):
 def named_columns(tmp_path, **columns: list[str]):
     """A dataset on disk, as `--dataset_name` takes it."""
     folder = tmp_path / "data"
-    folder.mkdir()
+    folder.mkdir(parents=True)
     rows = [json.dumps(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
     (folder / "train.jsonl").write_text("\n".join(rows))
     return folder
@@ -140,6 +140,11 @@ def test_help_is_that_of_trl(train):
         (["sft", "--gradient_accumulation_steps", "0"], "gradient_accumulation_steps must be a whole number .* got 0"),
         (["sft", "--gradient_accumulation_steps", "-1"], "gradient_accumulation_steps must be a whole number .* got -1"),
         (["sft", "--use_peft", "true", "--lora_r", "9" * 30], "lora_r must be a whole number .* got 9+"),
+        (["sft", "--pad_to_multiple_of", "0"], "pad_to_multiple_of must be a whole number .* got 0"),
+        (["sft", "--max_steps", "0", "--num_train_epochs", "0"], "max_steps=0 and num_train_epochs=0.0 leave no step to train"),
+        (["sft", "--save_steps", "-3"], "save_steps=-3.* must be above 0"),
+        (["sft", "--model_init_kwargs", "5"], "model_init_kwargs='5' must be a JSON object"),
+        (["sft", "--accelerator_config", "nowhere.json"], "could not be read.*nowhere.json"),
         (["grpo", "--num_generations", "0"], "a count such as --num_generations is 0"),
         (["grpo", "--num_iterations", "0"], "num_iterations must be a whole number .* got 0"),
         (["sft", "--model_name_or_path", "./nomodel", "--bf16", "false"], "model='./nomodel': there is no such directory"),
@@ -217,6 +222,30 @@ def test_a_dataset_without_the_columns(train, tmp_path, model):
     assert "columns prompt, chosen" in str(code) and "'rejected'" in str(code)
     code, _, _ = train("sft", *flags, "--dataset_train_split", "all")
     assert "no split 'all', only train" in str(code)
+
+
+def test_errors_of_other_libraries_are_one_line(train, tmp_path, model, monkeypatch):
+    """TRL's on data, safetensors' on a torn file, and transformers' on an option."""
+    ints, texts = (named_columns(tmp_path / name, text=column) for name, column in (("a", [5, 6]), ("b", ["c", "d"])))
+    flags = ["sft", "--output_dir", tmp_path / "out", "--bf16", "false", "--report_to", "none", "--max_steps", 1]
+    named = [*flags, "--model_name_or_path", model]
+    begins = "streamgrad: sft cannot begin with model='{}' and a dataset with the columns text: {}.* Pass a directory that .*"
+    assert re.fullmatch(begins.format(model, "AttributeError: 'int' object"), str(train(*named, "--dataset_name", ints)[0]))
+    weights = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    assert re.fullmatch(begins.format(model, "SafetensorError: "), str(train(*named, "--dataset_name", texts)[0]))
+    code = train(*flags, "--metric_for_best_model", "foo", "--eval_strategy", "steps", "--eval_steps", 1)[0]
+    assert re.fullmatch("streamgrad: training failed: KeyError: .*eval_foo.* Change the option .*", str(code))
+
+
+def test_errors_of_a_reward_keep_their_traceback(train, tmp_path, monkeypatch):
+    """They are about code of the user's, which only the traceback locates."""
+    (tmp_path / "my_rewards.py").write_text("def broken(**_):\n    return {}['score']\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["streamgrad", "train", "grpo", "--max_steps", "1", "--reward_funcs", "my_rewards.broken"])
+    with pytest.raises(KeyError, match="score"):
+        main()
+    assert "'os.path' is a module. Pass the path of a function" in str(train("grpo", "--reward_funcs", "os.path")[0])
 
 
 def test_an_unknown_objective():

@@ -8,12 +8,15 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
+import torch
 import trl.rewards
 import yaml  # type: ignore[import-untyped]
 from accelerate.utils import DistributedType  # type: ignore[import-untyped]
@@ -35,7 +38,7 @@ from trl import (
 from trl.scripts.grpo import GRPOScriptArguments
 
 from streamgrad.config import ATTENTION_BACKENDS, FUSED_KERNEL_MODES, KEEP_POLICIES, OFFLOAD_PLACES, StreamConfig, parse_tokens
-from streamgrad.hf.configs import check_causal, stored_config
+from streamgrad.hf.configs import check_causal, short_reason, stored_config
 from streamgrad.hf.presets import check_stored, may_be_on_hub, preset_names
 from streamgrad.trl.checkpoints import checkpoint_to_resume, last_checkpoint, named_if_it_fails
 from streamgrad.trl.trainers import StreamDPOTrainer, StreamGRPOTrainer, StreamSFTTrainer
@@ -60,9 +63,11 @@ _STREAM_HELP = {
 # Options that count something, from 1 on. TRL checks some of them; wrong values of others would silently train on nothing.
 _COUNTS = (
     "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "max_length", "num_generations",
-    "num_iterations", "max_completion_length", "steps_per_generation", "generation_batch_size", "lora_r",
+    "num_iterations", "max_completion_length", "steps_per_generation", "generation_batch_size", "lora_r", "pad_to_multiple_of",
 )  # fmt: skip
 _LARGEST_COUNT = 1 << 31
+# Code of other libraries' that acts on options. What fails in the model's code, or in a reward, keeps its traceback.
+_TRAINER_MODULES = ("transformers.trainer", "transformers.integrations", "trl.", "accelerate.")
 # Options that may be infinite: they are bounds, and an infinite one bounds nothing.
 _BOUNDS = ("max_grad_norm", "epsilon", "epsilon_high", "delta")
 
@@ -131,7 +136,7 @@ class Command:
                 list(arguments), return_remaining_strings=True, separate_remaining_strings=True
             )
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"the file given as --config could not be read: {error}.") from error
+            raise ValueError(f"a file that an option names could not be read: {error}.") from error
         except yaml.YAMLError as error:
             raise ValueError(f"the file given as --config is not YAML: {error}") from error
         except IndexError:
@@ -154,6 +159,7 @@ class Command:
         options = vars(script) | vars(training) | vars(model) | vars(mixture)
         _check_counts(options)
         _check_finite(options)
+        _check_steps(training)
         _check_launch(training)
         training.resume_from_checkpoint = checkpoint_to_resume(
             training.resume_from_checkpoint, training.output_dir, training.world_size
@@ -186,7 +192,7 @@ class Command:
             if mixed:
                 return get_dataset(self.mixture)
             return load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
-        except (OSError, ValueError, DatasetGenerationError) as error:
+        except Exception as error:  # any kind: every reader of files fails in its own way
             # For a file that it cannot read, datasets raises a general error, with the specific one as its cause.
             cause = error.__cause__ if type(error) is DatasetGenerationError and error.__cause__ else error
             raise ValueError(
@@ -221,6 +227,25 @@ def _check_finite(options: dict[str, Any]) -> None:
                 raise ValueError(f"{name} must be finite, got {value}.")
 
 
+def _check_steps(training: Any) -> None:
+    """Raise for a run without a step, and for intervals at which transformers would silently do nothing."""
+    if training.max_steps <= 0 and training.num_train_epochs <= 0:
+        raise ValueError(
+            f"max_steps={training.max_steps} and num_train_epochs={training.num_train_epochs} leave no step to train. Pass "
+            "one of them above 0."
+        )
+    for name in ("save_steps", "logging_steps", "eval_steps"):
+        steps = getattr(training, name)
+        if steps is not None and steps <= 0:
+            raise ValueError(
+                f"{name}={steps} must be above 0: a number of steps, or a share of all of them. Pass 1 for every step."
+            )
+    if not isinstance(training.model_init_kwargs or {}, dict):
+        raise ValueError(
+            f'model_init_kwargs={training.model_init_kwargs!r} must be a JSON object, such as \'{{"dtype": "float32"}}\'.'
+        )
+
+
 def _check_launch(training: Any) -> None:
     """Raise where Accelerate, having found no GPU, would silently leave out what its launcher was asked for."""
     started, state = int(os.environ.get("WORLD_SIZE", "1")), training.distributed_state
@@ -249,11 +274,32 @@ def _reward(name: str) -> Callable[..., Any]:
         return getattr(trl.rewards, name)
     sys.path.insert(0, os.getcwd())
     try:
-        return getattr(importlib.import_module(module), function)
+        found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"the reward {name!r} could not be imported: {error}.") from error
     finally:
         sys.path.remove(os.getcwd())
+    if not callable(found):
+        raise ValueError(f"the reward {name!r} is a {type(found).__name__}. Pass the path of a function, module.function.")
+    return found
+
+
+@contextmanager
+def _one_line(what: str, remedy: str, *, raised_in: tuple[str, ...] = ("",)) -> Iterator[None]:
+    """Raise a `ValueError` that says `what` failed, why, and what to do, for errors of other libraries' in modules `raised_in`.
+
+    An error of streamgrad's own code is a bug and keeps its type, and with it its traceback.
+    """
+    try:
+        yield
+    except (ValueError, OSError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("streamgrad.") or not module.startswith(raised_in):
+            raise
+        raise ValueError(f"{what}: {type(error).__name__}: {short_reason(error).rstrip('.')}. {remedy}") from error
 
 
 def train(command: Command, *, dataset: Any = None, reward_funcs: list[Any] | None = None) -> Any:
@@ -283,16 +329,21 @@ def train(command: Command, *, dataset: Any = None, reward_funcs: list[Any] | No
         inputs["reward_funcs"] = command.reward_funcs() or reward_funcs
         if not inputs["reward_funcs"]:
             raise ValueError("grpo needs a reward. Pass --reward_funcs my_module.my_reward, or --reward_model_name_or_path.")
+    columns = ", ".join(inputs["train_dataset"].column_names or ["unknown"])
+    with _one_line(
+        f"{command.objective} cannot begin with model={model.model_name_or_path!r} and a dataset with the columns {columns}",
+        "Pass a directory that save_pretrained wrote, and columns of the types that TRL's documentation lists for this trainer.",
+    ):
+        try:
+            trainer = kind(model=model.model_name_or_path, args=training, stream=command.stream, **inputs)
+        except KeyError as error:
+            raise ValueError(
+                f"the dataset has the columns {columns}, but {command.objective} also needs {error}. Add it, or rename one: "
+                "TRL's documentation lists the dataset format of each trainer."
+            ) from error
     try:
-        trainer = kind(model=model.model_name_or_path, args=training, stream=command.stream, **inputs)
-    except KeyError as error:
-        columns = ", ".join(inputs["train_dataset"].column_names or ["unknown"])
-        raise ValueError(
-            f"the dataset has the columns {columns}, but {command.objective} also needs {error}. Add it, or rename one: TRL's "
-            "documentation lists the dataset format of each trainer."
-        ) from error
-    try:
-        trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+        with _one_line("training failed", "Change the option that it is about.", raised_in=_TRAINER_MODULES):
+            trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_where_it_stopped(trainer.state, command)) from None
     with named_if_it_fails(Path(training.output_dir), training.output_dir, training.world_size):
