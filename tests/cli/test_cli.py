@@ -328,8 +328,17 @@ def test_models_that_cannot_be_built(outcome, tmp_path, command, values):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN | values))
     line = str(outcome(command[0], "model", *command[1:]))
-    words = "transformers cannot build a qwen3 model of this configuration: " if command[0] == "plan" else "could not be built"
+    words = "could not be built" if "dtype" in values else "transformers cannot build a qwen3 model of this configuration: "
     assert line.startswith("streamgrad: ") and words in line and "\n" not in line
+
+
+@pytest.mark.parametrize("command", [["plan", "--max"], ["check"]], ids=" ".join)
+def test_sizes_that_cannot_be_streamed(outcome, tmp_path, command):
+    """A small copy of this model, with heads of its own, could be."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN | {"num_attention_heads": 3}))
+    line = str(outcome(command[0], "model", *command[1:]))
+    assert line == "streamgrad: Qwen3ForCausalLM cannot be streamed: its 3 query heads cannot share 2 key/value heads evenly."
 
 
 def test_commands_do_not_pass_on_that_a_product_falls_back(monkeypatch):

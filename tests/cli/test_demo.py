@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_quick_demo_writes_its_plots(tmp_path):
-    plot, memory = tmp_path / "new" / "demo.png", tmp_path / "memory.png"
+    plot, memory = tmp_path / "new" / "demo.png", tmp_path / "memory"
     result = CliRunner().invoke(app, ["demo", "--quick", "--out", str(plot), "--memory-image", str(memory)])
     assert result.exit_code == 0, result.output
     assert "worst relative error" in result.output and f"Plot: {plot}" in result.output

@@ -35,11 +35,16 @@ def check(
     """
     check_found(model)
     # Imported here, so that `--help` and a wrong name need not wait for them.
+    import torch
+
     from streamgrad.cli.chosen_device import chosen_device
     from streamgrad.hf.configs import config_of
+    from streamgrad.hf.discover import find_decoder
+    from streamgrad.hf.dry_run import meta_model
     from streamgrad.precision import LARGEST_ERROR, LARGEST_RATIO, check_precision
 
     config, target = config_of(model), chosen_device(device)
+    find_decoder(meta_model(config, dtype=torch.bfloat16))  # which refuses what the sizes of a small copy would hide
     with Console(stderr=True).status("Differentiating small copies of the model ..."):
         outcome = check_precision(config, device=target)
     if as_json:

@@ -227,7 +227,7 @@ def plot(training: Training | None, peaks: dict[str, list[int]], settings: Setti
     _draw_memory(axes[-1], peaks, settings.memory_lengths)
     figure.supxlabel(footer, fontsize=8, color="dimgray")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130, format=path.suffix.removeprefix(".") or "png")
 
 
 _COLORS = {ORDINARY: "#c2410c", CHECKPOINTING: "#64748b", STREAMED: "#0f766e"}
