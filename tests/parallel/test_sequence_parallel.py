@@ -133,7 +133,7 @@ def test_refusals(subtests, two_ranks):
         "not enabled": ["Call streamgrad.enable(model) before"],
         "rotary": ["follows the longest position"],
         "evaluation": ["Call model.train()"],
-        "targets": ["3 on rank 0. Set their shift_labels"],
+        "targets": ["some labels (3 on rank 0) would be predicted from tokens that see no key"],
     }.items():
         with subtests.test(name):
             assert all(needle in said[name] for needle in needles), said[name]

@@ -55,7 +55,7 @@ class Case:
                 labels[1, 2 * self.length // 5 :] = -100
             else:
                 mask[1, : self.length - 5] = 0
-                labels[1, : self.length - 4] = -100
+                labels[1, : self.length - 5] = -100  # the first real token is predicted from padding
             batch["attention_mask"] = mask
         elif self.kind == "packed":
             first, half = self.length // 3, self.length // 2
@@ -254,6 +254,7 @@ def refusals() -> dict[str, str]:
     model = sequence_parallel(streamgrad.enable(tiny_model("llama"), chunk_size=4), group)
     ends = torch.tensor([0, 8], dtype=torch.int32)
     padded = sequence_parallel(streamgrad.enable(tiny_model("llama"), chunk_size=4), group)
+    padded.set_attn_implementation("eager")
     # The second rank's slice begins with hidden tokens, which see those of the first; the first rank's sees nothing.
     mask = torch.ones(1, 8, dtype=torch.long)
     mask[:, :3] = 0
