@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,7 @@ class StreamedCall:
     host_store: HostStore
     sharing: SequenceSharing = ALONE
     adapters: AdapterFacts = NO_ADAPTERS
+    forward: Hashable = None  # tells the layer's own forward from another one
     index: int | None = None  # among the layers of its decoder, where it is in one
 
     def __call__(self, h_BTE: Tensor) -> Tensor:
@@ -107,7 +108,7 @@ class StreamedCall:
 
     def trial(self) -> Trial:
         """Return what shows, before the first step in chunks, whether chunks give what the whole sequence would."""
-        return Trial(self.layer, self.name, self._run_alone, self.adapters, self.chunk_size)
+        return Trial(self.layer, self.name, self._run_alone, self.adapters, self.forward, self.chunk_size)
 
     def _run_alone(self, h_BNE: Tensor, parts: Sequence[Span]) -> Tensor:
         """Run the layer on parts of few tokens, each of which sees itself only."""

@@ -165,7 +165,16 @@ class RecurrentCall(StreamedCall):
 
     def trial(self) -> Trial:
         """Return the trial of a layer whose code may ignore the state before a chunk."""
-        return Trial(self.layer, self.name, self._run_from_start, self.adapters, self.chunk_size, least=2, mixes_by_states=True)
+        return Trial(
+            self.layer,
+            self.name,
+            self._run_from_start,
+            self.adapters,
+            self.forward,
+            self.chunk_size,
+            least=2,
+            mixes_by_states=True,
+        )
 
     def _run_from_start(self, h_BNE: Tensor, parts: Sequence[Span]) -> Tensor:
         """Run the layer on the parts of one sequence, each from the states after the one before."""

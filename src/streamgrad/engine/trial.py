@@ -73,6 +73,7 @@ class Trial:
     Args:
         name: the layer's, for messages.
         run: runs the layer, each time from an empty cache.
+        forward: what tells the layer's own forward from another one: while it is streamed, it has ours.
         least: tokens that a chunk must have.
         mixes_by_states: the layer hands states from token to token, so tokens do depend on earlier ones.
     """
@@ -81,6 +82,7 @@ class Trial:
     name: str
     run: RunChunks
     adapters: AdapterFacts
+    forward: Hashable = None
     chunk_size: int = _MOST_TOKENS
     least: int = 1
     mixes_by_states: bool = False
@@ -88,7 +90,7 @@ class Trial:
     def __call__(self, h_BTE: Tensor) -> None:
         """Raise `SeamError` where the layer, called with `h_BTE`, would give something else in chunks; once for each layer."""
         modules = modules_of(self.layer)
-        contents = _contents(modules, self.adapters)
+        contents = self.forward, _contents(modules, self.adapters)
         tokens = min(_MOST_TOKENS, h_BTE.shape[1], max(self.chunk_size, 8))
         if h_BTE.is_meta or tokens < 2 * self.least or _PASSED.get(self.layer) == contents:
             return
@@ -216,7 +218,7 @@ def _cut(tokens: int, least: int) -> list[Span]:
 
 
 def _contents(modules: Sequence[nn.Module], adapters: AdapterFacts) -> Hashable:
-    """Return what tells whether a layer is still the one that was tried: its modules, their mode, hooks and forwards."""
+    """Return what tells whether a layer is still the one that was tried: its modules, their mode, hooks, forwards inside."""
     return tuple(
         (
             id(module),
@@ -225,7 +227,7 @@ def _contents(modules: Sequence[nn.Module], adapters: AdapterFacts) -> Hashable:
             *module._forward_hooks,
             None,
             *module._forward_pre_hooks,
-            id(module.__dict__.get("forward")),
+            None if module is modules[0] else id(module.__dict__.get("forward")),
             *map(str, adapters.state(module)),
         )
         for module in modules

@@ -186,6 +186,7 @@ class _DecoderCall:
                 host_store=self.stream.host_store,
                 sharing=self.sequences.sharing,
                 adapters=PEFT_ADAPTERS,
+                forward=getattr(self.forwards[index], "__func__", self.forwards[index]),
                 index=index,
             )
             out_BTE = call(h_BTE)
