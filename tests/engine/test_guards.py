@@ -248,20 +248,7 @@ def test_disable_under_someone_elses_wrapper_passes_on_to_stock():
     model.forward = lambda *args, **kwargs: inner(*args, **kwargs)
     streamgrad.disable(model)
     assert "forward" in vars(model), "the wrapper is not ours to remove"
-    assert model(**batches.plain(None)).logits is not None
-
-
-def test_torch_compile_of_an_enabled_model_runs_it_as_it_is():
-    model = streamgrad.enable(tiny_model("qwen3"), **OPTIONS)
-    compiled = torch.compile(model)
-    batch = batches.plain(None)
-    with no_float32():
-        expected = run_step(tiny_model("qwen3"), batch)
-        model.zero_grad()
-        loss = compiled(**batch).loss
-        loss.backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected.gradients[name], rtol=1e-8, atol=1e-12)
+    assert isinstance(model(**batches.plain(None)).logits, torch.Tensor)
 
 
 def test_a_layer_that_stands_twice_in_the_list():

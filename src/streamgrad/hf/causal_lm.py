@@ -7,7 +7,6 @@ module's own call, where engines that shard parameters have gathered its weight.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ from streamgrad.head.targets import TargetRows, flatten, is_plain
 from streamgrad.hf.deepspeed import check_head
 from streamgrad.hf.mask_checks import check_predictions
 from streamgrad.hf.no_logits import NoLogits
-from streamgrad.hf.patching import InstalledForward, named_arguments, own_forward, temporary_attribute
+from streamgrad.hf.patching import InstalledForward, named_arguments, not_compiled, own_forward, temporary_attribute, warn_once
 from streamgrad.hf.sequence_slices import sequence_group
 from streamgrad.hf.step_plan import head_known_to_decoder
 
@@ -169,15 +168,20 @@ def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream,
     """Run the model with a streamed head if it computes a loss and gradients; `enable` installs this as its forward."""
     arguments = named_arguments(stock, args, kwargs)
     _refuse_labels_to_be_shifted(model, arguments)
-    if arguments.get("labels") is None or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
         return stock(*args, **kwargs)
+    if arguments.get("labels") is None:
+        reason = "it was called without labels, as by Trainer for label_smoothing_factor and compute_loss_func"
+        return _with_full_logits(model, stock(*args, **kwargs), arguments, reason)
     check_labels(model, arguments)
-    if not _has_stock_loss(model):
-        return stock(*args, **kwargs)
+    if model.loss_function is not ForCausalLMLoss:
+        reason = f"its loss_function, {getattr(model.loss_function, '__name__', model.loss_function)!r}, needs full logits"
+        return _with_full_logits(model, stock(*args, **kwargs), arguments, reason)
 
     refuse_backward_hooks(model.get_output_embeddings())
     job = _HeadJob(model.get_output_embeddings(), stream, arguments, model.config.get_text_config().vocab_size)
     with ExitStack() as restore:
+        restore.enter_context(not_compiled([job.head]))
         restore.enter_context(temporary_attribute(job.head, "forward", job.head_forward))
         restore.enter_context(temporary_attribute(model, "_loss_function", job.loss_function))
         restore.enter_context(head_known_to_decoder(model, job.head, tokens=job.targets.numel(), config=stream.config))
@@ -261,17 +265,23 @@ def refuse_backward_hooks(head: nn.Module) -> None:
         )
 
 
-def _has_stock_loss(model: Any) -> bool:
-    """Return whether the loss is the one that the head computes. Warn otherwise: a user's own function gets full logits."""
-    if model.loss_function is ForCausalLMLoss:
-        return True
-    warnings.warn(
-        f"streamgrad: model.loss_function is {getattr(model.loss_function, '__name__', model.loss_function)!r}, which needs full "
-        "logits; the layers are streamed but the head is not. streamgrad.token_logprobs gives log-probabilities without them.",
-        UserWarning,
-        stacklevel=3,
-    )
-    return False
+def _with_full_logits(model: Any, output: Any, arguments: dict[str, Any], reason: str) -> Any:
+    """Return `output`, which a stock head gave; where it holds the logits of all tokens, warn once what they take."""
+    logits, tokens = getattr(output, "logits", None), _tokens(arguments)
+    if isinstance(logits, Tensor) and logits.requires_grad and tokens is not None and logits.shape[:2] == tokens.shape[:2]:
+        warn_once(
+            model,
+            "full logits",
+            f"streamgrad: {type(model).__name__} made the logits of all {logits[..., 0].numel():,} tokens, {logits.nbytes:,} "
+            f"bytes, and their gradient takes as much again: {reason}. The layers are streamed, the head is not. Pass labels, or "
+            "take the loss of hidden states by streamgrad.token_logprobs; StreamSFTTrainer streams label smoothing.",
+        )
+    return output
+
+
+def _tokens(arguments: dict[str, Any]) -> Tensor | None:
+    given = arguments.get("input_ids")
+    return arguments.get("inputs_embeds") if given is None else given
 
 
 def _refuse_labels_to_be_shifted(model: Any, arguments: dict[str, Any]) -> None:
@@ -301,7 +311,7 @@ def check_labels(model: Any, arguments: dict[str, Any]) -> None:
             f"num_items_in_batch has shape {tuple(items.shape)}, and the loss is divided by one number. Pass the number of "
             "predicted tokens in the whole batch, an int or a tensor with one element."
         )
-    tokens = arguments.get("input_ids") if arguments.get("input_ids") is not None else arguments.get("inputs_embeds")
+    tokens = _tokens(arguments)
     labels, shifted = arguments.get("labels"), arguments.get("shift_labels")
     if tokens is None or not isinstance(labels, Tensor):
         return

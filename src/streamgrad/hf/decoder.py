@@ -38,7 +38,7 @@ from streamgrad.hf.discover import (
 from streamgrad.hf.fusion import Fusion
 from streamgrad.hf.layer_args import LayerArguments
 from streamgrad.hf.mask_checks import check_mask
-from streamgrad.hf.patching import named_arguments, own_forward, signature_of, temporary_attributes
+from streamgrad.hf.patching import named_arguments, not_compiled, own_forward, signature_of, temporary_attributes
 from streamgrad.hf.peft import PEFT_ADAPTERS
 from streamgrad.hf.seams import layer_mask, streamed_attention_in, with_documents
 from streamgrad.hf.sequence_slices import SequenceGroup, Slices, WholeSequences, sequence_group
@@ -145,6 +145,7 @@ def _streamed_layers(decoder: Any, stream: DecoderStream, sequences: WholeSequen
         forwards = [(layer, "forward", call.streamed_forward(index)) for index, layer in enumerate(layers)]
         # A streamed layer already recomputes itself; checkpointing around it would run it a third time.
         checkpointed = [layer for layer in layers if getattr(layer, "gradient_checkpointing", False)]
+        restore.enter_context(not_compiled(layers))
         restore.enter_context(temporary_attributes(forwards))
         restore.enter_context(temporary_attributes((layer, "gradient_checkpointing", False) for layer in checkpointed))
         yield

@@ -89,6 +89,8 @@ def layer_refusals(modules: list[nn.Module]) -> Iterator[str]:
     sequence, or an engine gathers the layer in parts, which it would do once a chunk, and ranks differ in their number of chunks.
     """
     layer, recurrent = modules[0], is_recurrent(modules)
+    if isinstance(getattr(layer, "_orig_mod", None), nn.Module):
+        yield "its layers are wrapped by torch.compile; leave that out, or compile modules inside of the layers"
     for module in modules:
         reason = _class_refusal(type(module))  # type: ignore[arg-type]
         if recurrent and isinstance(module, nn.Conv1d):

@@ -6,16 +6,20 @@ import copy
 import functools
 import inspect
 import types
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from streamgrad.ops.autograd import refuse_transforms
 
 _ABSENT = object()
+_WARNED: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()  # kinds of warnings a module has had
 
 
 class InstalledForward:
@@ -68,8 +72,14 @@ class InstalledForward:
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.stock)
 
-    @torch.compiler.disable
+    @torch.compiler.disable(recursive=False)  # so that a compiled caller still shows
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.stream is not None and get_eval_frame_callback() not in (None, False):
+            _warn_of_compile(self.module)
+        return self._called(*args, **kwargs)
+
+    @torch.compiler.disable
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
         if args and args[0] is self.module:  # Accelerate binds it as a method when it unwraps a model
             args = args[1:]
         called = _module_under_call()
@@ -80,6 +90,31 @@ class InstalledForward:
         if torch.is_grad_enabled():  # else what is in a transform is left to stock
             refuse_transforms(type(self.module).__name__)
         return self.function(self.module, self.stock, self.stream, *args, **kwargs)
+
+
+def warn_once(module: nn.Module, kind: str, text: str) -> None:
+    """Warn, unless `module` has had a warning of this kind."""
+    had = _WARNED.setdefault(module, set())
+    if kind not in had:
+        had.add(kind)
+        warnings.warn(text, UserWarning, stacklevel=2)
+
+
+def _warn_of_compile(module: nn.Module) -> None:
+    warn_once(
+        module,
+        "compile",
+        f"streamgrad: torch.compile of {type(module).__name__} is passed over, as it runs in chunks while streaming. Leave it "
+        "out; fused_kernels= speeds up what it would have fused. Modules inside of layers may be compiled.",
+    )
+
+
+def not_compiled(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
+    """Pass over `module.compile()` within the block, with a warning by the first of these modules."""
+    compiled = [module for module in modules if module._compiled_call_impl is not None]
+    for module in compiled[:1]:
+        _warn_of_compile(module)
+    return temporary_attributes((module, "_compiled_call_impl", None) for module in compiled)
 
 
 def _module_under_call() -> nn.Module | None:
