@@ -1,0 +1,241 @@
+"""What src/ relies on inside torch, transformers, TRL, PEFT, accelerate and DeepSpeed is still there, by name.
+
+A release of theirs may drop a private name (a leading underscore), or a public one that no documentation promises. Code that asks
+for it with `getattr(..., None)`, or looks for it in a `__dict__`, would not fail but quietly do something else.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig
+
+SOURCE = Path(__file__).parents[2] / "src/streamgrad"
+PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "deepspeed")
+
+# Private names that src/ uses, by where they are. A file is named for what its code sets at run time.
+PRIVATE = {
+    "torch": "_C _subclasses",
+    "torch.Tensor": "_is_view _version",
+    "torch.UntypedStorage": "_cdata",
+    "torch._C": "_autograd _current_graph_task_id _len_torch_function_stack _nn",
+    "torch._C._autograd": "_get_current_graph_task_keep_graph _top_saved_tensors_default_hooks",
+    "torch.autograd.Variable": "_execution_engine",
+    "torch.autograd.graph": "_engine_run_backward",
+    "torch.cuda.memory": "_record_memory_history _set_memory_metadata _snapshot",
+    "torch.nn.modules.batchnorm": "_BatchNorm",
+    "torch.nn.modules.dropout": "_DropoutNd",
+    "torch.nn.modules.module": """
+        _global_backward_hooks _global_backward_pre_hooks _global_forward_hooks _has_any_global_hook
+    """,
+    "torch.nn.utils.parametrize": "_cache_enabled",
+    "torch.ops.aten": """
+        _flash_attention_backward _flash_attention_forward _grouped_mm _unsafe_view
+        _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward
+        _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward
+        _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward
+    """,
+    "torch.utils": "_python_dispatch _pytree",
+    "a module": """
+        _backward_hooks _backward_pre_hooks _buffers _forward_hooks _forward_pre_hooks _modules _parameters
+    """,
+    "torch/_dynamo/eval_frame.py": "_orig_mod",
+    "a configuration": "_attn_implementation_internal",
+    "transformers.PreTrainedModel": "_supports_attention_backend",
+    "transformers/modeling_utils.py": "_loss_function",
+    "transformers.models.gemma.modeling_gemma.GemmaRMSNorm": "_norm",
+    "an adapter": "_active_adapter _disable_adapters",
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp": "_SEQUENCE_PARALLEL_GROUP",
+}
+
+# Names without an underscore that are no more promised than those. (What is imported, or read from a module, is found by itself.)
+UNDOCUMENTED = {
+    "torch.Tensor": "grad_dtype",
+    "an adapter": "lora_variant merged_adapters scaling",
+    "peft/peft_model.py": "get_base_model",
+    "peft/tuners/lora/layer.py": "ParamWrapper get_param",
+    "peft/tuners/lily/layer.py": "LilyLayer",
+    "peft/tuners/lora/variants.py": "ALora",
+    "peft/utils/other.py": "modules_to_save",
+    "deepspeed/runtime/zero/parameter_offload.py": "ds_id",
+    "deepspeed/runtime/zero/partition_parameters.py": "ds_id",
+    "trl/trainer/sft_trainer.py": "add_fused_lm_head aux_loss_enabled router_aux_loss_coef label_smoother compute_loss_func",
+    "trl/trainer/dpo_trainer.py": "add_fused_lm_head aux_loss_enabled router_aux_loss_coef",
+    "trl/trainer/grpo_trainer.py": "add_fused_lm_head aux_loss_enabled router_aux_loss_coef",
+    "trl.trainer.utils.FusedCausalLMOutput": "log_probs entropy log_sum_sq_probs mean_logits is_top1 label_mask loss",
+    "accelerate/accelerator.py": "parallelism_config",
+    "accelerate/parallelism_config.py": "sp_enabled sp_size",
+    "deepspeed/runtime/sequence_parallel/ulysses_sp.py": "micro_batches refill",
+    "transformers.models.llama.modeling_llama": """
+        ALL_ATTENTION_FUNCTIONS apply_rotary_pos_emb eager_attention_forward rotate_half
+    """,
+    "transformers.PreTrainedModel": "get_decoder loss_function tp_size",
+    "transformers/modeling_layers.py": "gradient_checkpointing",
+}
+
+# Of the standard library and ours.
+NOT_THEIRS = {"_getframe", "_replace", "_streamgrad"}
+
+
+def _adapter() -> nn.Module:
+    config = peft.LoraConfig(target_modules=["0"])
+    return peft.get_peft_model(nn.Sequential(nn.Linear(2, 2)), config).base_model.model[0]
+
+
+OBJECTS: dict[str, Callable[[], Any]] = {
+    "a module": lambda: nn.Linear(2, 2),
+    "a configuration": LlamaConfig,
+    "an adapter": _adapter,
+}
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    return {str(path.relative_to(SOURCE)): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+
+
+def names_defined(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.alias) and node.asname:
+            yield node.asname
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and dotted(node.value) == "self":
+            yield node.attr
+
+
+def names_used(tree: ast.Module) -> Iterator[str]:
+    """Yield attributes, imported names, names of arguments, and strings that could be the name of one."""
+    pieces_of_text = {id(piece) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for piece in node.values}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.keyword):
+            yield node.arg or ""
+        elif isinstance(node, ast.alias):
+            yield from node.name.split(".")
+        elif isinstance(node, ast.ImportFrom):
+            yield from (node.module or "").split(".")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in pieces_of_text:
+            yield node.value
+
+
+@functools.cache
+def uses() -> dict[str, list[str]]:
+    """Return the files of ours that use a name."""
+    files = defaultdict(list)
+    for file, tree in trees().items():
+        for name in dict.fromkeys(names_used(tree)):
+            files[name].append(file)
+    return files
+
+
+def is_private(name: str) -> bool:
+    return name.isidentifier() and name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def test_every_private_name_is_listed():
+    """A new use of a private name needs a line in PRIVATE, and one that is gone leaves none behind."""
+    ours = {name for tree in trees().values() for name in names_defined(tree)}
+    found = {name for name in uses() if is_private(name)} - ours - NOT_THEIRS
+    listed = {name for names in PRIVATE.values() for name in names.split()}
+    assert not found - listed, {name: uses()[name] for name in found - listed}
+    others = {name for names in UNDOCUMENTED.values() for name in names.split()}
+    stale = (listed | others) - uses().keys()
+    assert not stale, f"listed, but no longer used: {stale}"
+
+
+LISTED = [(owner, name) for table in (PRIVATE, UNDOCUMENTED) for owner, names in table.items() for name in names.split()]
+
+
+@pytest.mark.parametrize(("owner", "name"), LISTED, ids=lambda value: value)
+def test_a_listed_name_is_there(owner, name):
+    if owner.endswith(".py"):
+        there = name in site_file(owner).read_text()
+    else:
+        there = hasattr(OBJECTS[owner]() if owner in OBJECTS else resolve_name(owner), name)
+    versions = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
+    assert there, f"{owner} has no {name}, which streamgrad/{', '.join(uses()[name])} relies on. Installed: {versions}"
+
+
+def site_file(path: str) -> Path:
+    """Return an installed file without importing it, which takes seconds for some."""
+    found = [file for file in (Path(folder) / path for folder in sys.path) if file.exists()]
+    assert found, f"{path} is not there any more"
+    return found[0]
+
+
+def imported_from(tree: ast.Module) -> dict[str, str]:
+    """Return what a file's names stand for: `module:name` of one of the packages, wherever in the file it is imported."""
+    meanings = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] in PACKAGES:
+                    meanings[alias.asname or alias.name.split(".")[0]] = alias.name if alias.asname else alias.name.split(".")[0]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PACKAGES:
+            meanings |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return meanings
+
+
+def dotted(node: ast.expr) -> str:
+    """Return `a.b.c` of such an expression, and "" of any other."""
+    if isinstance(node, ast.Attribute):
+        return f"{before}.{node.attr}" if (before := dotted(node.value)) else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+@functools.cache
+def foreign_names() -> dict[str, set[str]]:
+    """Return the files of ours by `torch.nn.functional.linear`: every import, and every attribute of what is imported."""
+    files = defaultdict(set)
+    for file, tree in trees().items():
+        meanings = imported_from(tree)
+        for meaning in meanings.values():
+            files[meaning].add(file)
+        for node in ast.walk(tree):
+            first, _, rest = dotted(node).partition(".") if isinstance(node, ast.Attribute) else ("", "", "")
+            if first in meanings:
+                files[f"{meanings[first]}.{rest}"].add(file)
+    return files
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_imported_name_is_there(package):
+    """Also those that are imported where they are needed, and attributes of what is imported."""
+    missing = {}
+    for name, files in foreign_names().items():
+        if name.partition(".")[0] == package:
+            try:
+                resolve_name(name)
+            except (ImportError, AttributeError):
+                missing[name] = files
+    assert not missing, f"{package} {version(package)} has no longer, though these files of ours use it: {missing}"
+
+
+def test_a_name_that_is_gone_fails_with_the_file_that_uses_it(monkeypatch):
+    monkeypatch.delattr(torch._C, "_current_graph_task_id")
+    words = r"torch\._C has no _current_graph_task_id, which streamgrad/engine/guards\.py relies on\. Installed: torch \d"
+    with pytest.raises(AssertionError, match=words):
+        test_a_listed_name_is_there("torch._C", "_current_graph_task_id")
+    with pytest.raises(AssertionError, match=r"torch\._C\._current_graph_task_id': \{'engine/guards\.py'\}"):
+        test_every_imported_name_is_there("torch")
+
+
+@pytest.mark.parametrize("code", ["x.y._new", "from torch import _new", "import torch._new", "getattr(x, '_new', None)"])
+def test_a_new_use_is_found(code):
+    assert "_new" in set(names_used(ast.parse(code)))
