@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One torch thread a test process: two processes fill two cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: demo test test-all mutants wheel lint docs format clean
+.PHONY: demo test test-all fuzz mutants wheel lint docs format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m streamgrad demo
@@ -18,6 +18,12 @@ test: $(VENV)/.installed
 test-all: $(VENV)/.installed
 	@command -v chromium >/dev/null || echo "Two tests need Chromium. On Debian or Ubuntu: apt-get install chromium"
 	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 -q
+
+# Random cases against plain backpropagation, with a program for each that fails: `make fuzz CASES=5000 SEED=7` draws others.
+CASES ?= 2000
+SEED ?= 0
+fuzz: $(VENV)/.installed
+	$(ONE_THREAD) PYTHONPATH=tests/support $(BIN)/python -W ignore tests/project/fuzz.py --cases $(CASES) --seed $(SEED)
 
 # Breaks the engine on purpose and shows which proofs notice.
 mutants: $(VENV)/.installed

@@ -1,124 +1,16 @@
-"""Property tests: any shape, any heads, any mask, any chunk size gives plain backpropagation's gradient."""
+"""Property tests of attention: any shape, heads, window and chunk size. Whole models: tests/project/test_fuzz.py."""
 
 from __future__ import annotations
 
-import random
-from unittest import mock
-
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import streamgrad
-from gradients import assert_same_step, no_float32, run_step
-from lora import with_lora
 from streamgrad.attention.backends import Block, backends_named
 from streamgrad.attention.masks import CausalMask
 from streamgrad.attention.streamed import streamed_attention
 from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, StopAfterWrite, spans
-from streamgrad.engine.policy import LayerPolicy
-from streamgrad.hf.step_plan import Planner
-from streamgrad.memory.planner import Plan
-from tiny import FAMILIES, tiny_model, tokens
-
-masks = st.sampled_from(["none", "right", "left", "holes", "packed", "dense"])
-
-
-def masked_batch(kind: str, batch: int, length: int, seed: int) -> dict:
-    generator = torch.Generator().manual_seed(seed)
-    ids = tokens(batch, length, seed=seed)
-    labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.3, -100)
-    arguments = {"input_ids": ids, "use_cache": False, "num_items_in_batch": 7}
-    lengths = torch.randint(1, length + 1, (batch, 1), generator=generator)
-    position = torch.arange(length).expand(batch, length)
-    if kind == "right":
-        arguments["attention_mask"] = (position < lengths).long()
-        labels = labels.masked_fill(position >= lengths, -100)
-    elif kind == "left":
-        arguments["attention_mask"] = (position >= length - lengths).long()
-        labels = labels.masked_fill(position <= length - lengths, -100)
-    elif kind == "holes":
-        holes = torch.rand(ids.shape, generator=generator) < 0.3
-        holes[:, 0] = False  # so that every token sees at least the first
-        arguments["attention_mask"] = (~holes).long()
-        labels[:, 1:] = labels[:, 1:].masked_fill(holes[:, :-1], -100)  # a hole may see no key in its window
-    elif kind == "packed":
-        starts = torch.rand(ids.shape, generator=generator) < 0.25
-        starts[:, 0] = True
-        arguments["position_ids"] = position - torch.where(starts, position, 0).cummax(dim=1).values
-    elif kind == "dense":
-        visible = torch.rand(batch, 1, length, length, generator=generator) < 0.6
-        visible = (visible | torch.eye(length, dtype=torch.bool)).tril()
-        arguments["attention_mask"] = torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, -1e30)
-    return arguments | {"labels": labels}
-
-
-@settings(max_examples=120)
-@example(  # keys whose last axis is not the one that lies consecutively in memory
-    family="gpt_oss", kind="none", batch=1, length=2, chunk_size=2, head_chunk_size=1, groups=(3, 3), head_dim=2, window=1,
-    keep="input", attention="auto", seed=0,
-)  # fmt: skip
-@given(
-    family=st.sampled_from(["llama", "mistral", "gemma2", "gpt_oss"]),
-    kind=masks,
-    batch=st.integers(1, 3),
-    length=st.integers(1, 26),
-    chunk_size=st.integers(1, 30),
-    head_chunk_size=st.integers(1, 30),
-    groups=st.sampled_from([(1, 1), (2, 1), (3, 3), (4, 2), (6, 2)]),
-    head_dim=st.sampled_from([2, 4, 10]),
-    window=st.integers(1, 30),
-    keep=st.sampled_from(["input", "attention"]),
-    attention=st.sampled_from(["auto", "eager"]),
-    seed=st.integers(0, 10**6),
-)
-def test_any_model_any_batch(
-    family, kind, batch, length, chunk_size, head_chunk_size, groups, head_dim, window, keep, attention, seed
-):
-    heads, key_heads = groups
-    shape = {"num_attention_heads": heads, "num_key_value_heads": key_heads, "head_dim": head_dim, "hidden_size": 12}
-    if family != "llama":
-        shape["sliding_window"] = window
-    model = tiny_model(family, seed=seed, **shape)
-    arguments = masked_batch(kind, batch, length, seed)
-    with no_float32():
-        expected = run_step(model, arguments)
-        streamgrad.enable(model, chunk_size=chunk_size, head_chunk_size=head_chunk_size, keep=keep, attention=attention)
-        assert_same_step(run_step(model, arguments), expected, 1e-9)
-
-
-@settings(max_examples=80)
-@given(
-    family=st.sampled_from(sorted(FAMILIES)),
-    kind=masks,
-    batch=st.integers(1, 2),
-    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=2),
-    plan=st.lists(st.tuples(st.sampled_from(["input", "attention", "all"]), st.integers(1, 22)), min_size=2, max_size=2),
-    training=st.sampled_from(["full", "adapters", "some frozen"]),
-    fused_kernels=st.sampled_from(["on", "off"]),
-    seed=st.integers(0, 10**6),
-)
-def test_any_plan(family, kind, batch, lengths, plan, training, fused_kernels, seed):
-    """What the planner may choose where memory is short: layers that keep differently, with chunks of sizes of their own."""
-    model = tiny_model(family, seed=seed)
-    if training == "adapters":
-        model = with_lora(model)
-        model.enable_input_require_grads()
-    elif training == "some frozen":
-        frozen = random.Random(seed)
-        for parameter in model.parameters():
-            parameter.requires_grad_(frozen.random() < 0.5)
-        model.lm_head.requires_grad_(True)  # or there may be nothing to train
-    chosen = Plan(tuple(LayerPolicy(keep) for keep, _ in plan), tuple(size for _, size in plan), 0.0, 0.0)
-    for length in lengths:
-        arguments = masked_batch(kind, batch, length, seed)
-        with no_float32(), mock.patch.object(Planner, "plan_without_costs", return_value=chosen):
-            expected = run_step(model, arguments)
-            streamgrad.enable(model, fused_kernels=fused_kernels, head_chunk_size=3)
-            actual = run_step(model, arguments)
-            streamgrad.disable(model)
-        assert_same_step(actual, expected, 1e-9)
 
 
 @settings(max_examples=80)
