@@ -167,8 +167,8 @@ class _Outcomes:
             value, layer = max(found)
             raise RuntimeError(
                 f"{layer} computed something else when it was run again for backward (relative difference {value:.1e}): an "
-                "adapter, a hook, train/eval mode, weights or a random state of its own changed since forward, so gradients "
-                f"would be wrong. {_REMEDY}"
+                "adapter, a hook, train/eval mode, weights or a random state of its own changed since forward, or another thread "
+                f"drew from torch's generator in the middle of a chunk, so gradients would be wrong. {_REMEDY}"
             )
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from streamgrad.engine.grad_accumulator import GradAccumulators
 from streamgrad.engine.guards import NO_ADAPTERS, AdapterFacts, RerunGuard, check_leaves, gradient_of_input
 from streamgrad.engine.host_offload import HostStore
+from streamgrad.engine.in_use import InUse
 from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, SeamError, StopAfterWrite, spans
 from streamgrad.engine.module_walk import parameters_of, trainable_parameters
 from streamgrad.engine.policy import LayerPolicy
@@ -57,6 +58,7 @@ class StreamedCall:
     adapters: AdapterFacts = NO_ADAPTERS
     forward: Hashable = None  # tells the layer's own forward from another one
     index: int | None = None  # among the layers of its decoder, where it is in one
+    in_use: InUse = field(default_factory=InUse)  # its decoder's
 
     def __call__(self, h_BTE: Tensor) -> Tensor:
         if torch.is_grad_enabled() and self.policy.keep == "all":
@@ -145,7 +147,7 @@ class _StreamedLayer(torch.autograd.Function):
         chunks = list(enumerate(call.spans(ctx.h_shape[1])))
         accumulators = GradAccumulators(ctx.parameters, summed=len(chunks) > 1)
         dh_BTE: Tensor | None = None
-        with accumulators.installed_in(call.layer):
+        with call.in_use.claimed(call.name), accumulators.installed_in(call.layer):
             with ctx.autocast.restored():
                 stream = _restore_stream(call, ctx.tape, reader, ctx.h_shape[1])
             for index, (start, stop) in reversed(chunks):

@@ -6,6 +6,7 @@ a chunk is the computation whose output went into the loss.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -42,6 +43,11 @@ def as_autocast(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype(device_type))
 
 
+# Held by a thread that draws random numbers. All threads share torch's generators, and a draw by another one in the middle of a
+# chunk could not be repeated.
+DRAWING = threading.RLock()
+
+
 class RandomTape:
     """Generator states before the chunks that drew random numbers; nothing is stored for other chunks."""
 
@@ -55,10 +61,11 @@ class RandomTape:
 
     @contextmanager
     def recording(self, chunk_index: int) -> Iterator[None]:
-        before = self._state()
-        yield
-        if any(not torch.equal(old, new) for old, new in zip(before, self._state(), strict=True)):
-            self._states[chunk_index] = before
+        with DRAWING:
+            before = self._state()
+            yield
+            if any(not torch.equal(old, new) for old, new in zip(before, self._state(), strict=True)):
+                self._states[chunk_index] = before
 
     @contextmanager
     def replaying(self, chunk_index: int) -> Iterator[None]:
@@ -66,12 +73,13 @@ class RandomTape:
         if chunk_index not in self._states:
             yield
             return
-        resume = self._state()
-        try:
-            self._set_state(self._states[chunk_index])
-            yield
-        finally:
-            self._set_state(resume)
+        with DRAWING:
+            resume = self._state()
+            try:
+                self._set_state(self._states[chunk_index])
+                yield
+            finally:
+                self._set_state(resume)
 
     def _state(self) -> tuple[Tensor, ...]:
         return torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._cuda_devices)

@@ -17,6 +17,7 @@ from streamgrad.engine.grad_accumulator import GradAccumulators
 from streamgrad.engine.guards import NO_ADAPTERS, check_leaves, gradient_of_input
 from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.module_walk import trainable_parameters
+from streamgrad.engine.replay import DRAWING
 from streamgrad.engine.trial import RunChunks, Span, Trial
 from streamgrad.head.linear_head import LogitMap
 from streamgrad.head.targets import TargetRows
@@ -98,7 +99,7 @@ def _total(
     versions = [(buffer, buffer._version) for buffer in module.buffers()]
     for places, targets_N in rows.chunks():
         leaf_NE = hidden_NE[places].detach().requires_grad_(dhidden_NE is not None)
-        with torch.set_grad_enabled(leaves is not None):
+        with torch.set_grad_enabled(leaves is not None), DRAWING:
             # Heads expect (batch, tokens, width).
             z_NV = run(leaf_NE.unsqueeze(0)).squeeze(0)
             rows.check_width(z_NV.shape[-1])

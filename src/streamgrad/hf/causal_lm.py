@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from streamgrad.config import StreamConfig
+from streamgrad.engine.in_use import InUse
 from streamgrad.engine.kv_chunk import SeamError, UnknownSeamAttribute
 from streamgrad.head.cross_entropy import mean_of, summed_cross_entropy
 from streamgrad.head.linear_head import LogitMap
@@ -40,6 +41,7 @@ class HeadStream:
 
     config: StreamConfig
     logit_map: LogitMap
+    in_use: InUse = field(default_factory=InUse)
 
 
 class LogitsPlaceholder(dict[str, Any]):
@@ -168,19 +170,20 @@ def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream,
     """Run the model with a streamed head if it computes a loss and gradients; `enable` installs this as its forward."""
     arguments = named_arguments(stock, args, kwargs)
     _refuse_labels_to_be_shifted(model, arguments)
-    if not torch.is_grad_enabled():
-        return stock(*args, **kwargs)
-    if arguments.get("labels") is None:
-        reason = "it was called without labels, as by Trainer for label_smoothing_factor and compute_loss_func"
-        return _with_full_logits(model, stock(*args, **kwargs), arguments, reason)
-    check_labels(model, arguments)
-    if model.loss_function is not ForCausalLMLoss:
-        reason = f"its loss_function, {getattr(model.loss_function, '__name__', model.loss_function)!r}, needs full logits"
-        return _with_full_logits(model, stock(*args, **kwargs), arguments, reason)
-
-    refuse_backward_hooks(model.get_output_embeddings())
-    job = _HeadJob(model.get_output_embeddings(), stream, arguments, model.config.get_text_config().vocab_size)
+    computes_loss = arguments.get("labels") is not None and torch.is_grad_enabled()
     with ExitStack() as restore:
+        restore.enter_context(stream.in_use.claimed(type(model).__name__, alone=computes_loss))
+        if not torch.is_grad_enabled():
+            return stock(*args, **kwargs)
+        if not computes_loss:
+            reason = "it was called without labels, as by Trainer for label_smoothing_factor and compute_loss_func"
+            return _with_full_logits(model, stock(*args, **kwargs), arguments, reason)
+        check_labels(model, arguments)
+        if model.loss_function is not ForCausalLMLoss:
+            reason = f"its loss_function, {getattr(model.loss_function, '__name__', model.loss_function)!r}, needs full logits"
+            return _with_full_logits(model, stock(*args, **kwargs), arguments, reason)
+        refuse_backward_hooks(model.get_output_embeddings())
+        job = _HeadJob(model.get_output_embeddings(), stream, arguments, model.config.get_text_config().vocab_size)
         restore.enter_context(not_compiled([job.head]))
         restore.enter_context(temporary_attribute(job.head, "forward", job.head_forward))
         restore.enter_context(temporary_attribute(model, "_loss_function", job.loss_function))

@@ -17,15 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.dropout import _DropoutNd
 
 from streamgrad.attention.backends import Backend, backends_named
 from streamgrad.attention.masks import CausalMask, DenseMask
 from streamgrad.config import StreamConfig
 from streamgrad.engine.host_offload import HostStore
+from streamgrad.engine.in_use import InUse
 from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.layer import StreamedCall
 from streamgrad.engine.module_walk import modules_of, parameters_of
 from streamgrad.engine.recurrent_chunk import RecurrentCall
+from streamgrad.engine.replay import DRAWING
 from streamgrad.engine.ulysses import SequenceSharing
 from streamgrad.hf.deepspeed import is_partitioned
 from streamgrad.hf.discover import (
@@ -58,6 +61,7 @@ class DecoderStream:
     backends: list[Backend] = field(init=False)
     planner: Planner = field(init=False)
     host_store: HostStore = field(default_factory=HostStore)
+    in_use: InUse = field(default_factory=InUse)
     head: HeadFacts | None = None  # in the call that is under way, where the head is streamed too
     group: SequenceGroup | None = None  # whose ranks share every sequence
 
@@ -70,19 +74,19 @@ def decoder_forward(decoder: Any, stock: Callable[..., Any], stream: DecoderStre
     """Installed as the decoder's forward by `enable`."""
     arguments = named_arguments(stock, args, kwargs)
     group = sequence_group(decoder, stream.group)
+    name = type(decoder).__name__
     if group is None and not _should_stream(decoder, stream, arguments):
-        return stock(*args, **kwargs)
+        with stream.in_use.claimed(name, alone=False):
+            return stock(*args, **kwargs)
     _refuse_what_needs_whole_layers(decoder, arguments)
     check_mask(arguments, decoder.config)
     sequences = WholeSequences(arguments) if group is None else Slices.of(decoder, arguments, group, stream.planner)
     _drop_cache(sequences.arguments)
     try:
-        with _streamed_layers(decoder, stream, sequences), sequences.masks():
+        with stream.in_use.claimed(name), _streamed_layers(decoder, stream, sequences), sequences.masks():
             return sequences.output(stock(**sequences.arguments))
     except SeamError as error:
-        raise ValueError(
-            f"{type(decoder).__name__} cannot be streamed: {error}. Call streamgrad.disable(model) to train it without."
-        ) from error
+        raise ValueError(f"{name} cannot be streamed: {error}. Call streamgrad.disable(model) to train it without.") from error
 
 
 def _should_stream(decoder: Any, stream: DecoderStream, arguments: dict[str, Any]) -> bool:
@@ -146,9 +150,21 @@ def _streamed_layers(decoder: Any, stream: DecoderStream, sequences: WholeSequen
         # A streamed layer already recomputes itself; checkpointing around it would run it a third time.
         checkpointed = [layer for layer in layers if getattr(layer, "gradient_checkpointing", False)]
         restore.enter_context(not_compiled(layers))
+        dropouts = [module for module in rest if isinstance(module, _DropoutNd)]
+        forwards += [(module, "forward", _drawing_alone(own_forward(module))) for module in dropouts]
         restore.enter_context(temporary_attributes(forwards))
         restore.enter_context(temporary_attributes((layer, "gradient_checkpointing", False) for layer in checkpointed))
         yield
+
+
+def _drawing_alone(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return `forward`, run while no chunk of another thread draws random numbers."""
+
+    def drawing(*args: Any, **kwargs: Any) -> Tensor:
+        with DRAWING:
+            return forward(*args, **kwargs)
+
+    return drawing
 
 
 class _DecoderCall:
@@ -189,6 +205,7 @@ class _DecoderCall:
                 adapters=PEFT_ADAPTERS,
                 forward=getattr(self.forwards[index], "__func__", self.forwards[index]),
                 index=index,
+                in_use=self.stream.in_use,
             )
             out_BTE = call(h_BTE)
             return (out_BTE,) if arguments.returns_tuple else out_BTE

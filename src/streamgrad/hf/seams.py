@@ -9,20 +9,20 @@ Private details of transformers that this relies on, pinned by tests/hf/test_sea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.masking_utils import causal_mask_function
 
 from streamgrad.attention.masks import CausalMask, DenseMask
 from streamgrad.attention.streamed import streamed_attention
 from streamgrad.engine.kv_chunk import Chunk, SeamError
 from streamgrad.engine.replay import as_autocast
-from streamgrad.hf.patching import temporary_attributes
 
 IMPLEMENTATION = "streamgrad"
 
@@ -74,10 +74,33 @@ def stream_attention_forward(
     return out_BHLD.transpose(1, 2).contiguous(), None
 
 
-def streamed_attention_in(configs: Iterable[PretrainedConfig]) -> AbstractContextManager[None]:
-    """Return a context in which attention modules and mask functions that read one of `configs` use the two seams."""
-    # Not by the public setter, which also writes into sub-configs: these may belong to other towers.
-    return temporary_attributes((config, "_attn_implementation_internal", IMPLEMENTATION) for config in configs)
+# By id: what a configuration said before, and how many calls have set it to "streamgrad". Models that are made of one share it,
+# and may be run by several threads; the last call to leave puts back what was there.
+_replaced: dict[int, tuple[str | None, int]] = {}
+_replacing = threading.Lock()
+
+
+@contextmanager
+def streamed_attention_in(configs: Sequence[Any]) -> Iterator[None]:
+    """Let attention modules and mask functions that read one of `configs` use the two seams within the block."""
+    entered = []
+    try:
+        for config in configs:
+            with _replacing:
+                before, calls = _replaced.get(id(config), (config._attn_implementation_internal, 0))
+                entered.append(config)
+                _replaced[id(config)] = before, calls + 1
+                # Not by the public setter, which also writes into sub-configs: these may belong to other towers.
+                config._attn_implementation_internal = IMPLEMENTATION
+        yield
+    finally:
+        for config in entered:
+            with _replacing:
+                before, calls = _replaced.pop(id(config))
+                if calls > 1:
+                    _replaced[id(config)] = before, calls - 1
+                else:
+                    config._attn_implementation_internal = before
 
 
 # --- Masks ----------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the `backward` of an autograd function to raise where its result would be differentiated again.
 
     torch's `once_differentiable` raises only if the incoming gradient itself needs one; with `create_graph=True` it would take
-    the gradient of a loss for a constant.
+    the gradient of a loss for a constant. Inference mode, under which a layer could not be run again with a
+    graph, is left while `backward` runs.
     """
 
     @functools.wraps(backward)
@@ -32,8 +33,10 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
         # Which come in batches from `is_grads_batched=True`, without a transform of torch.func.
         batched = [each for each in gradients if each is not None and torch._C._functorch.is_legacy_batchedtensor(each)]
         refuse_transforms("backward", anyway=bool(batched))
-        with torch.inference_mode(False), torch.no_grad():  # or nothing could be run again with a graph
+        if not torch.is_inference_mode_enabled():
             return backward(ctx, *gradients)
+        with torch.inference_mode(False), torch.no_grad():
+            return backward(ctx, *(None if gradient is None else gradient.clone() for gradient in gradients))
 
     return checked
 
