@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import batches
 import streamgrad
+from faults import state_of
 from gradients import assert_same_step, run_step
 from streamgrad.engine.guards import _Outcomes
 from tiny import tiny_config, tiny_model
@@ -35,13 +36,6 @@ def in_threads(*jobs):
     for thread in threads:
         thread.join()
     return errors
-
-
-def state_of(model):
-    """What a call may change of a model and must put back."""
-    modules = [(dict(module.__dict__), list(module._parameters.values())) for module in model.modules()]
-    attributes = [{name: id(value) for name, value in own.items() if not name.startswith("_forward")} for own, _ in modules]
-    return attributes, [list(map(id, own)) for _, own in modules], dict(model.config.__dict__)
 
 
 def assert_whole(model, before):

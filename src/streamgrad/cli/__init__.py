@@ -45,6 +45,8 @@ def one_line_errors() -> Iterator[None]:
     except (CheckFailed, ValueError, OSError) as error:
         sys.exit(f"{_rank()}streamgrad: {_one_line(error)}")
     except (RuntimeError, MemoryError) as error:
+        from streamgrad.engine.shortage import is_out_of_memory
+
         if not is_out_of_memory(error):
             raise
         sys.exit(f"{_rank()}streamgrad: out of memory: {_one_line(error)}")
@@ -53,13 +55,6 @@ def one_line_errors() -> Iterator[None]:
         if package not in _EXTRA:
             raise
         sys.exit(f'streamgrad: the command line needs {package}, which is not installed. Run: pip install "streamgrad[cli]"')
-
-
-def is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
-    """Return whether a device or the host ran out of memory. On a CPU, torch says so only in the text of a RuntimeError."""
-    import torch
-
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
 def _rank() -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import streamgrad
-from streamgrad.cli import is_out_of_memory
+from streamgrad.engine.shortage import is_out_of_memory
 from streamgrad.hf.configs import config_of, short_reason, with_layers
 from streamgrad.hf.presets import preset_names
 from streamgrad.memory.live_bytes import peak_bytes_of
@@ -47,7 +47,7 @@ def measured_model(name: str, layers: int | None, device: torch.device) -> PreTr
         with device:
             return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
     except Exception as error:  # of any kind: no class of transformers' says in one way what it cannot be made of
-        if isinstance(error, RuntimeError | MemoryError) and is_out_of_memory(error):
+        if is_out_of_memory(error):
             raise
         raise ValueError(
             f"model={name!r}: transformers cannot build this {config.model_type} model: {type(error).__name__}: "

@@ -133,6 +133,7 @@ class _Outcomes:
 
     def __init__(self) -> None:
         self._noted: list[tuple[str, float, Tensor]] = []
+        self._without_gradient: dict[int, Tensor] = {}
         self._streams: set[torch.cuda.Stream] = set()
 
     @classmethod
@@ -153,6 +154,15 @@ class _Outcomes:
         if deviation.is_cuda:
             self._streams.add(torch.cuda.current_stream(deviation.device))
 
+    def protect(self, parameters: Sequence[Tensor]) -> None:
+        """Leave no gradient in those that have none now, unless the pass ends well: a half step looks like a whole one."""
+        without = {id(parameter): parameter for parameter in parameters if parameter.grad is None}
+        self._without_gradient = without | self._without_gradient
+
+    def __del__(self) -> None:
+        for parameter in self._without_gradient.values():
+            parameter.grad = None
+
     def check(self) -> None:
         """Raise for the layer that deviates most, if one does by more than is allowed."""
         noted, self._noted = self._noted, []
@@ -163,13 +173,25 @@ class _Outcomes:
             there = [each for each in noted if each[2].device == device]
             values = torch.stack([deviation for _, _, deviation in there]).tolist()
             found += [(value, layer) for value, (layer, allowed, _) in zip(values, there, strict=True) if not value <= allowed]
-        if found:
+        if not found:
+            self._without_gradient.clear()
+        else:
+            self.__del__()  # now, and not when the error is forgotten
             value, layer = max(found)
             raise RuntimeError(
                 f"{layer} computed something else when it was run again for backward (relative difference {value:.1e}): an "
                 "adapter, a hook, train/eval mode, weights or a random state of its own changed since forward, or another thread "
                 f"drew from torch's generator in the middle of a chunk, so gradients would be wrong. {_REMEDY}"
             )
+
+
+def protect_gradients(output: Tensor, parameters: Callable[[], Sequence[Tensor]]) -> None:
+    """Let a backward pass through `output` that ends in an error leave no gradient where there was none before.
+
+    Gradients that were there already are added to in place, layer by layer, and cannot be put back.
+    """
+    if output.requires_grad:
+        output.register_hook(lambda gradient: _Outcomes.of_this_pass().protect(parameters()))
 
 
 # --- what a re-run reads -----------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streamgrad.engine.shortage import naming_shortage
 from streamgrad.ops.memory_label import memory_label
 
 
@@ -45,8 +46,9 @@ class PinnedPool:
         for buffer in smaller:
             self.total_bytes -= buffer.numel()
         self._free = [buffer for buffer in self._free if not any(buffer is other for other in smaller)]
+        buffer = self._allocate(size_bytes)
         self.total_bytes += size_bytes
-        return self._allocate(size_bytes)
+        return buffer
 
     def give_back(self, buffer: Tensor) -> None:
         self._free.append(buffer)
@@ -177,8 +179,10 @@ class _Item:
         self._store, self._device = store, tensors[0].device
         self._layouts = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in map(_dense, tensors)]
         pool = store.pool(self._device)
-        self._buffers = [pool.take(tensor.nbytes) for tensor in tensors]
+        self._buffers: list[Tensor] = []
         weakref.finalize(self, _return_buffers, pool, self._buffers)
+        with naming_shortage(lambda: _shortage(sum(tensor.nbytes for tensor in tensors), store.total_bytes)):
+            self._buffers += (pool.take(tensor.nbytes) for tensor in tensors)
         outward, inward = store.streams(self._device)
         outward.wait_stream(torch.cuda.current_stream(self._device))
         outward.wait_stream(inward)  # a buffer's last owner may still be reading it
@@ -207,6 +211,13 @@ class _Item:
             buffer[: shape.numel() * dtype.itemsize].view(dtype).as_strided(shape, stride)
             for buffer, (shape, stride, dtype) in zip(self._buffers, self._layouts, strict=True)
         ]
+
+
+def _shortage(wanted_bytes: int, held_bytes: int) -> str:
+    return (
+        f"where {wanted_bytes} bytes of host memory were needed for what a layer keeps, beside {held_bytes} that are held "
+        'for it. Less is taken by offload="none", keep="input" or a shorter sequence.'
+    )
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from streamgrad.engine.module_walk import parameters_of, trainable_parameters
 from streamgrad.engine.policy import LayerPolicy
 from streamgrad.engine.replay import Autocast, RandomTape
 from streamgrad.engine.saved import Reader, Saved, SavedOnDevice, SavedOnHost
+from streamgrad.engine.shortage import naming_shortage
 from streamgrad.engine.trial import LoneTokens, Span, Trial
 from streamgrad.engine.ulysses import ALONE, SequenceSharing
 from streamgrad.ops.autograd import first_order_only
@@ -59,8 +60,28 @@ class StreamedCall:
     forward: Hashable = None  # tells the layer's own forward from another one
     index: int | None = None  # among the layers of its decoder, where it is in one
     in_use: InUse = field(default_factory=InUse)  # its decoder's
+    on_shortage: Callable[[], str] = str  # called where memory runs out in backward; returns what then happens
+
+    def shortage(self, h_shape: torch.Size, doing: str, then: str = "") -> str:
+        """Return where memory ran out, `doing` what, and what would take less."""
+        policy, ways = self.policy, []
+        if policy.keep != "input":
+            ways.append('keep="input"')
+        if not policy.on_host:
+            ways.append('offload="host" (on CUDA)')
+        if self.chunk_size > 1:
+            ways.append(f"chunk_size={min(self.chunk_size, h_shape[1]) // 2 or 1}")
+        return (
+            f"while {self.name} {doing}, with {h_shape[0]} x {h_shape[1]} tokens in chunks of {self.chunk_size} and keep="
+            f"{policy.keep!r}{' on the host' if policy.on_host else ''}. Less is taken by {', '.join(ways)}, or a shorter "
+            f"sequence. {then}"
+        ).rstrip()
 
     def __call__(self, h_BTE: Tensor) -> Tensor:
+        with naming_shortage(lambda: self.shortage(h_BTE.shape, "ran forward")):
+            return self._run_forward(h_BTE)
+
+    def _run_forward(self, h_BTE: Tensor) -> Tensor:
         if torch.is_grad_enabled() and self.policy.keep == "all":
             return self._with_ordinary_graph(h_BTE)
         parameters = trainable_parameters(self.layer) if torch.is_grad_enabled() else []
@@ -122,6 +143,15 @@ class StreamedCall:
         return torch.cat(outputs, dim=1)
 
 
+def _naming_shortage_of_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
+    def named(ctx: Any, dout_BTE: Tensor) -> Any:
+        doing = "was run again for backward"
+        with naming_shortage(lambda: ctx.call.shortage(ctx.h_shape, doing, ctx.call.on_shortage())):
+            return backward(ctx, dout_BTE)
+
+    return named
+
+
 class _StreamedLayer(torch.autograd.Function):
     """`layer(h)`, with the layer's trainable parameters as inputs so that each receives one gradient, once."""
 
@@ -138,6 +168,7 @@ class _StreamedLayer(torch.autograd.Function):
 
     @staticmethod
     @first_order_only
+    @_naming_shortage_of_backward
     @labelled("activations")
     def backward(ctx: Any, dout_BTE: Tensor) -> tuple[Tensor | None, ...]:
         reader = ctx.kept.reader(ctx)  # which raises where backward has run before

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from streamgrad.engine.replay import as_autocast
+from streamgrad.engine.shortage import in_head
 from streamgrad.head.linear_head import GRADIENT_LABELS, HeadGradients, LinearHead, LogitMap
 from streamgrad.head.softmax import product_gradient, token_statistics
 from streamgrad.head.targets import TargetRows, flatten, refuse_own_operations, refuse_two_dtypes
@@ -97,6 +98,7 @@ def summed_cross_entropy(
 
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
+    @in_head
     @labelled("hidden states")
     def forward(
         ctx: Any,
@@ -122,6 +124,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @first_order_only
+    @in_head
     @labelled("hidden states")
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         *sums, upstream = ctx.saved_tensors

@@ -18,6 +18,7 @@ from streamgrad.engine.guards import NO_ADAPTERS, check_leaves, gradient_of_inpu
 from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.module_walk import trainable_parameters
 from streamgrad.engine.replay import DRAWING
+from streamgrad.engine.shortage import in_head
 from streamgrad.engine.trial import RunChunks, Span, Trial
 from streamgrad.head.linear_head import LogitMap
 from streamgrad.head.targets import TargetRows
@@ -51,6 +52,7 @@ def _in_parts(run: Callable[[Tensor], Tensor]) -> RunChunks:
 
 class _ModuleCrossEntropy(torch.autograd.Function):
     @staticmethod
+    @in_head
     def forward(
         ctx: Any,
         module: nn.Module,
@@ -74,6 +76,7 @@ class _ModuleCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @first_order_only
+    @in_head
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         dhidden_NE, *sums = ctx.saved_tensors
         dhidden = None if dhidden_NE is None else scaled(dhidden_NE, dtotal, dhidden_NE.dtype)

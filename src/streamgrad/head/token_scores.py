@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from streamgrad.engine.replay import as_autocast
+from streamgrad.engine.shortage import in_head
 from streamgrad.head.linear_head import GRADIENT_LABELS, HeadGradients, LinearHead, LogitMap
 from streamgrad.head.softmax import product_gradient, token_statistics
 from streamgrad.head.targets import TargetRows, flatten, refuse_own_operations, refuse_two_dtypes
@@ -120,6 +121,7 @@ def token_scores(
 
 class _TokenScores(torch.autograd.Function):
     @staticmethod
+    @in_head
     @labelled("token scores")
     def forward(
         ctx: Any,
@@ -153,6 +155,7 @@ class _TokenScores(torch.autograd.Function):
 
     @staticmethod
     @first_order_only
+    @in_head
     @labelled("token scores")
     def backward(ctx: Any, dlogprobs_N: Tensor | None, dentropy_N: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if dlogprobs_N is None and dentropy_N is None:

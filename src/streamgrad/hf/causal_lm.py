@@ -21,8 +21,11 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from streamgrad.config import StreamConfig
+from streamgrad.engine.guards import protect_gradients
 from streamgrad.engine.in_use import InUse
 from streamgrad.engine.kv_chunk import SeamError, UnknownSeamAttribute
+from streamgrad.engine.module_walk import parameters_of
+from streamgrad.engine.shortage import ShortOfMemory
 from streamgrad.head.cross_entropy import mean_of, summed_cross_entropy
 from streamgrad.head.linear_head import LogitMap
 from streamgrad.head.module_head import summed_module_cross_entropy
@@ -173,15 +176,17 @@ def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream,
     computes_loss = arguments.get("labels") is not None and torch.is_grad_enabled()
     with ExitStack() as restore:
         restore.enter_context(stream.in_use.claimed(type(model).__name__, alone=computes_loss))
-        if not torch.is_grad_enabled():
-            return stock(*args, **kwargs)
-        if not computes_loss:
-            reason = "it was called without labels, as by Trainer for label_smoothing_factor and compute_loss_func"
-            return _with_full_logits(model, stock(*args, **kwargs), arguments, reason)
-        check_labels(model, arguments)
-        if model.loss_function is not ForCausalLMLoss:
-            reason = f"its loss_function, {getattr(model.loss_function, '__name__', model.loss_function)!r}, needs full logits"
-            return _with_full_logits(model, stock(*args, **kwargs), arguments, reason)
+        reason = "it was called without labels, as by Trainer for label_smoothing_factor and compute_loss_func"
+        if computes_loss:
+            check_labels(model, arguments)
+            name = getattr(model.loss_function, "__name__", model.loss_function)
+            reason = f"its loss_function, {name!r}, needs full logits"
+        if not computes_loss or model.loss_function is not ForCausalLMLoss:
+            output = stock(*args, **kwargs)
+            if torch.is_grad_enabled():
+                protect_gradients(output[0], lambda: parameters_of(model))
+                _announce_full_logits(model, output, arguments, reason)
+            return output
         refuse_backward_hooks(model.get_output_embeddings())
         job = _HeadJob(model.get_output_embeddings(), stream, arguments, model.config.get_text_config().vocab_size)
         restore.enter_context(not_compiled([job.head]))
@@ -192,6 +197,11 @@ def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream,
             output = stock(*args, **kwargs)
         except SeamError as error:
             raise ValueError(f"{type(model).__name__} cannot be streamed: {error}.") from error
+        except ShortOfMemory:
+            if job.is_started and (decoder := InstalledForward.on(model.get_decoder())) is not None:
+                decoder.stream.planner.note_shortage()
+            raise
+    protect_gradients(output[0], lambda: parameters_of(model))
     if isinstance(output, tuple):
         return tuple(NoLogits() if isinstance(item, LogitsPlaceholder) else item for item in output)
     output["logits"] = NoLogits()
@@ -206,7 +216,7 @@ class _HeadJob:
         self.run = own_forward(head)
         self.is_linear = getattr(self.run, "__func__", None) is nn.Linear.forward
         self.items = arguments.get("num_items_in_batch")
-        self.is_done = False
+        self.is_started = self.is_done = False
         ignore_index = arguments.get("ignore_index", -100)
         shifted = arguments.get("shift_labels")
         # Position t predicts token t + 1; the last position predicts nothing.
@@ -233,6 +243,7 @@ class _HeadJob:
     def head_forward(self, hidden: Tensor) -> LogitsPlaceholder:
         if self.is_done:
             raise SeamError("its forward calls the language-modelling head more than once")
+        self.is_started = True
         items = self.items.to(hidden.device) if isinstance(self.items, Tensor) else self.items
         # Only here, inside the head's call, are parameters that an engine shards what the head computes with.
         if self.is_linear and all(map(is_plain, self.head.parameters())):
@@ -268,8 +279,8 @@ def refuse_backward_hooks(head: nn.Module) -> None:
         )
 
 
-def _with_full_logits(model: Any, output: Any, arguments: dict[str, Any], reason: str) -> Any:
-    """Return `output`, which a stock head gave; where it holds the logits of all tokens, warn once what they take."""
+def _announce_full_logits(model: Any, output: Any, arguments: dict[str, Any], reason: str) -> None:
+    """Warn once what the logits of all tokens take, where a stock head made them."""
     logits, tokens = getattr(output, "logits", None), _tokens(arguments)
     if isinstance(logits, Tensor) and logits.requires_grad and tokens is not None and logits.shape[:2] == tokens.shape[:2]:
         warn_once(
@@ -279,7 +290,6 @@ def _with_full_logits(model: Any, output: Any, arguments: dict[str, Any], reason
             f"bytes, and their gradient takes as much again: {reason}. The layers are streamed, the head is not. Pass labels, or "
             "take the loss of hidden states by streamgrad.token_logprobs; StreamSFTTrainer streams label smoothing.",
         )
-    return output
 
 
 def _tokens(arguments: dict[str, Any]) -> Tensor | None:

@@ -22,6 +22,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from streamgrad.attention.backends import Backend, backends_named
 from streamgrad.attention.masks import CausalMask, DenseMask
 from streamgrad.config import StreamConfig
+from streamgrad.engine.guards import protect_gradients
 from streamgrad.engine.host_offload import HostStore
 from streamgrad.engine.in_use import InUse
 from streamgrad.engine.kv_chunk import SeamError
@@ -29,6 +30,7 @@ from streamgrad.engine.layer import StreamedCall
 from streamgrad.engine.module_walk import modules_of, parameters_of
 from streamgrad.engine.recurrent_chunk import RecurrentCall
 from streamgrad.engine.replay import DRAWING
+from streamgrad.engine.shortage import naming_shortage
 from streamgrad.engine.ulysses import SequenceSharing
 from streamgrad.hf.deepspeed import is_partitioned
 from streamgrad.hf.discover import (
@@ -83,10 +85,39 @@ def decoder_forward(decoder: Any, stock: Callable[..., Any], stream: DecoderStre
     sequences = WholeSequences(arguments) if group is None else Slices.of(decoder, arguments, group, stream.planner)
     _drop_cache(sequences.arguments)
     try:
-        with stream.in_use.claimed(name), _streamed_layers(decoder, stream, sequences), sequences.masks():
-            return sequences.output(stock(**sequences.arguments))
+        with stream.in_use.claimed(name):
+            output = _streamed_or_again(decoder, stock, stream, sequences)
     except SeamError as error:
         raise ValueError(f"{name} cannot be streamed: {error}. Call streamgrad.disable(model) to train it without.") from error
+    if stream.head is None:  # else a gradient reaches the streamed head first, which lets all of the model be protected
+        protect_gradients(output[0], lambda: parameters_of(decoder))
+    return output
+
+
+def _streamed_or_again(decoder: Any, stock: Callable[..., Any], stream: DecoderStream, sequences: WholeSequences) -> Any:
+    """Run the forward pass, and once more by a smaller plan if memory runs out and the plan is ours to make.
+
+    No gradient is touched in forward, so nothing is left of the first run. Ranks do not do so: the others would wait.
+    """
+    alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+    for is_last in (False, True):
+        try:
+            return _streamed(decoder, stock, stream, sequences)
+        except torch.OutOfMemoryError as error:
+            planned = stream.planner.note_shortage()
+            if is_last or not planned or not alone or not torch.is_grad_enabled():
+                raise
+            message = f"streamgrad: the forward pass is run once more. {planned} {error}"
+        # The error is gone here, and with it what the first run had allocated.
+        warnings.warn(message, RuntimeWarning, stacklevel=4)
+
+
+def _streamed(decoder: Any, stock: Callable[..., Any], stream: DecoderStream, sequences: WholeSequences) -> Any:
+    def told() -> str:
+        return f"while {type(decoder).__name__} ran forward, outside of its layers. A shorter sequence takes less."
+
+    with naming_shortage(told), _streamed_layers(decoder, stream, sequences), sequences.masks():
+        return sequences.output(stock(**sequences.arguments))
 
 
 def _should_stream(decoder: Any, stream: DecoderStream, arguments: dict[str, Any]) -> bool:
@@ -206,6 +237,7 @@ class _DecoderCall:
                 forward=getattr(self.forwards[index], "__func__", self.forwards[index]),
                 index=index,
                 in_use=self.stream.in_use,
+                on_shortage=self.stream.planner.note_shortage,
             )
             out_BTE = call(h_BTE)
             return (out_BTE,) if arguments.returns_tuple else out_BTE

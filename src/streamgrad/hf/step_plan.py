@@ -40,6 +40,9 @@ from streamgrad.memory.planner import (
 
 logger = logging.getLogger("streamgrad")
 
+# Of the memory that a plan may use beside what is there already, once memory has run out.
+_LEFT_BY_A_SHORTAGE = 0.7
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -74,11 +77,19 @@ class Planner:
         self.latest: Plan | None = None
         self._shape_with_segments: torch.Size | None = None
         self._costs: dict[tuple[Any, ...], LayerCosts] = {}
+        self._shortages = 0  # how often memory ran out in spite of a plan
+
+    def note_shortage(self) -> str:
+        """Plan for less memory from now on, where that is left to the plan, and return what is to be said of it."""
+        if self.config.keep != "auto":
+            return ""
+        self._shortages += 1
+        return "From now on, steps are planned for less memory; streamgrad.disable and enable forget that."
 
     def chunk_size(self, batch: int, sequence: int) -> int:
         """Tokens of a chunk where no budget decides it."""
         given = self.config.chunk_size
-        return given if isinstance(given, int) else automatic_chunk(batch, sequence)
+        return given if isinstance(given, int) else max(automatic_chunk(batch, sequence) >> self._shortages, 1)
 
     def must_measure(self, layers: list[nn.Module], h_BTE: Tensor) -> bool:
         """Whether there is something to decide, and memory to decide it by."""
@@ -132,7 +143,8 @@ class Planner:
         resident, budget = self._memory_now(call)
         facts = _step_facts(call, costs, resident, budget)
         choices = self._choices(call)
-        plan, fits = choose_plan(facts.at(sequence), choices, budget)
+        spared = (budget.device_bytes - resident) * (1.0 - _LEFT_BY_A_SHORTAGE**self._shortages) if self._shortages else 0.0
+        plan, fits = choose_plan(facts.at(sequence), choices, Budget(budget.device_bytes - spared, budget.host_bytes))
         if not fits:
             self._refuse(facts, sequence, plan, choices, budget)
         if self.latest is None or plan.policies != self.latest.policies:

@@ -1,0 +1,36 @@
+"""Where memory ran out, and what would take less of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class ShortOfMemory(torch.OutOfMemoryError):
+    """Out of memory in a part of a streamed step that the message names."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether a device or the host ran out of memory. On a CPU, torch says so only in the text of a RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+@contextmanager
+def naming_shortage(told: Callable[[], str]) -> Iterator[None]:
+    """Where memory runs out within the block, and no block inside of it has said so, raise `told()` beside what torch says."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ShortOfMemory) or not is_out_of_memory(error):
+            raise
+        raise ShortOfMemory(f"{error} Memory ran out {told()}") from error
+
+
+in_head = naming_shortage(
+    lambda: (
+        "in the language-modelling head. Less is taken by a smaller head_chunk_size (chunk_size, where you call the head "
+        "yourself), or a shorter sequence."
+    )
+)

@@ -1,0 +1,40 @@
+"""Failures that a test injects, and what must be as it was before them."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class FailingAllocation(TorchDispatchMode):
+    """Raise `torch.OutOfMemoryError` at the n-th operation that returns memory of its own, or at none, and count them."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        super().__init__()
+        self.fails_at, self.count = fails_at, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view and not func._schema.is_mutable:
+            self.count += 1
+            if self.count == self.fails_at:
+                raise torch.OutOfMemoryError(f"no memory for {func}.")
+        return func(*args, **(kwargs or {}))
+
+
+def state_of(model: nn.Module) -> tuple:
+    """Return what a call changes of a model for as long as it runs: attributes, parameters and configuration."""
+    owned = [(module.__dict__, module._parameters) for module in model.modules()]
+    attributes = [{name: id(value) for name, value in own.items()} for own, _ in owned]
+    return attributes, [list(map(id, parameters.values())) for _, parameters in owned], dict(model.config.__dict__)
+
+
+def live_tensors() -> list[tuple]:
+    """Return the shape and type of every tensor that this process holds."""
+    # After an error in backward, torch holds the nodes that were ready to run until the thread's next pass, streamed or not.
+    torch.ones((), requires_grad=True).clone().backward()
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    return sorted((tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors)
