@@ -31,7 +31,7 @@ from streamgrad.parallel import make_zero3_leaves
 _IGNORED = -100
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ScoringStream(HeadStream):
     """The state of a model that scores tokens: which scores a trainer needs, and how the head computes them.
 
