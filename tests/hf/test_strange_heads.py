@@ -162,7 +162,9 @@ class Counting(nn.Linear):
 
 
 @pytest.mark.parametrize("head_chunk_size", [5, 1000])
-@pytest.mark.parametrize(("kind", "words"), [(Centred, "mixes tokens"), (ByPlace, "gives other outputs"), (Counting, "a Counting,")])
+@pytest.mark.parametrize(
+    ("kind", "words"), [(Centred, "mixes tokens"), (ByPlace, "gives other outputs"), (Counting, "a Counting,")]
+)
 def test_a_head_that_is_another_one_in_chunks_is_refused(kind, words, head_chunk_size):
     model = tiny_model("llama")
     model.lm_head = kind(24, VOCABULARY).double()

@@ -108,7 +108,12 @@ class Attended:
 
 
 class LayerChunk:
-    """What chunks of all kinds of layers offer: beside hidden states, tensors may go in and out that gradients flow through."""
+    """What chunks of all kinds of layers offer: beside hidden states, tensors may go in and out that gradients flow through.
+
+    `recorded` are outputs by token, (B, L, ...), that the layer has beside its hidden states, such as the logits of a router.
+    """
+
+    recorded: list[Tensor]
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -147,6 +152,7 @@ class Chunk(LayerChunk):
     cached: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     attention_calls: int = 0
     sharing: SequenceSharing = ALONE
+    recorded: list[Tensor] = field(default_factory=list, repr=False)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

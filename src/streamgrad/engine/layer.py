@@ -77,26 +77,27 @@ class StreamedCall:
             f"sequence. {then}"
         ).rstrip()
 
-    def __call__(self, h_BTE: Tensor) -> Tensor:
+    def __call__(self, h_BTE: Tensor) -> tuple[Tensor, ...]:
+        """Return the layer's hidden states, and after them what its chunks record."""
         with naming_shortage(lambda: self.shortage(h_BTE.shape, "ran forward")):
             return self._run_forward(h_BTE)
 
-    def _run_forward(self, h_BTE: Tensor) -> Tensor:
+    def _run_forward(self, h_BTE: Tensor) -> tuple[Tensor, ...]:
         if torch.is_grad_enabled() and self.policy.keep == "all":
             return self._with_ordinary_graph(h_BTE)
         parameters = trainable_parameters(self.layer) if torch.is_grad_enabled() else []
         if not torch.is_grad_enabled() or not (h_BTE.requires_grad or parameters):
             # Not under no_grad: nothing here needs a gradient, so there is no graph, unless the layer reads what is not its own.
-            return _forward(self, h_BTE, self.random_tape(h_BTE), None, None)[0]
+            return tuple(_forward(self, h_BTE, self.random_tape(h_BTE), None, None)[0])
         return _StreamedLayer.apply(self, h_BTE, *parameters)
 
-    def _with_ordinary_graph(self, h_BTE: Tensor) -> Tensor:
+    def _with_ordinary_graph(self, h_BTE: Tensor) -> tuple[Tensor, ...]:
         """The sequence as one chunk whose graph autograd keeps: nothing is run again."""
         chunk = self.chunk((0, h_BTE.shape[1]), self.new_stream(h_BTE.shape[1]))
         out_BTE = self.run(h_BTE, chunk)
         chunk.check_finished()
         chunk.release()
-        return out_BTE
+        return out_BTE, *chunk.recorded
 
     @property
     def name(self) -> str:
@@ -144,33 +145,33 @@ class StreamedCall:
 
 
 def _naming_shortage_of_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
-    def named(ctx: Any, dout_BTE: Tensor) -> Any:
+    def named(ctx: Any, *gradients: Tensor) -> Any:
         doing = "was run again for backward"
         with naming_shortage(lambda: ctx.call.shortage(ctx.h_shape, doing, ctx.call.on_shortage())):
-            return backward(ctx, dout_BTE)
+            return backward(ctx, *gradients)
 
     return named
 
 
 class _StreamedLayer(torch.autograd.Function):
-    """`layer(h)`, with the layer's trainable parameters as inputs so that each receives one gradient, once."""
+    """Computes `layer(h)` and what its chunks record; trainable parameters are inputs, so that each gets one gradient, once."""
 
     @staticmethod
-    def forward(ctx: Any, call: StreamedCall, h_BTE: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, call: StreamedCall, h_BTE: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.call, ctx.parameters = call, parameters
         ctx.autocast, ctx.tape = Autocast(h_BTE.device.type), call.random_tape(h_BTE)
         ctx.guard, ctx.kept = RerunGuard(call.layer, parameters, call.name, call.adapters), call.kept(h_BTE)
         ctx.h_shape, ctx.h_dtype = h_BTE.shape, h_BTE.dtype
-        out_BTE, stream = _forward(call, h_BTE, ctx.tape, ctx.guard, ctx.kept)
+        outputs, stream = _forward(call, h_BTE, ctx.tape, ctx.guard, ctx.kept)
         ctx.autocast.forget_casts()
         ctx.kept.finish(ctx, stream.tensors)
-        return out_BTE
+        return tuple(outputs)
 
     @staticmethod
     @first_order_only
     @_naming_shortage_of_backward
     @labelled("activations")
-    def backward(ctx: Any, dout_BTE: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients_BT: Tensor) -> tuple[Tensor | None, ...]:
         reader = ctx.kept.reader(ctx)  # which raises where backward has run before
         call: StreamedCall = ctx.call
         guard: RerunGuard = ctx.guard
@@ -192,7 +193,8 @@ class _StreamedLayer(torch.autograd.Function):
                 if index == len(chunks) - 1:
                     check_leaves(out_BLE, [h_BLE, *accumulators.tensors, *chunk.inputs], call.name)
                 # None where a layer's only trainable parameter is one it does not use.
-                outputs = [(out_BLE, dout_BTE[:, start:stop]), *chunk.outputs()]
+                made = zip([out_BLE, *chunk.recorded], gradients_BT, strict=True)
+                outputs = [*((output, whole[:, start:stop]) for output, whole in made), *chunk.outputs()]
                 outputs = [(output, gradient) for output, gradient in outputs if output.requires_grad]
                 if outputs:
                     torch.autograd.backward([output for output, _ in outputs], [gradient for _, gradient in outputs])
@@ -205,7 +207,7 @@ class _StreamedLayer(torch.autograd.Function):
                             dh_BTE = h_BLE.new_empty(ctx.h_shape) if dh_BTE is None else dh_BTE
                         dh_BTE[:, start:stop] = gradient_of_input(h_BLE, call.layer)
                 # Else they would be held, with their gradients, while the next chunk runs.
-                del h_BLE, attended, chunk, out_BLE, outputs
+                del h_BLE, attended, chunk, out_BLE, made, outputs
         guard.check_outcome_later(in_16_bits=ctx.autocast.enabled or ctx.h_dtype.itemsize == 2)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             # A program may hold on to its last loss, and with it to this node.
@@ -217,11 +219,14 @@ class _StreamedLayer(torch.autograd.Function):
 @labelled("activations")
 def _forward(
     call: StreamedCall, h_BTE: Tensor, tape: RandomTape, guard: RerunGuard | None, kept: Saved | None
-) -> tuple[Tensor, KeyValueStream]:
-    """Run all chunks in order, without a graph; `guard` and `kept` are told of each where a backward pass follows."""
+) -> tuple[list[Tensor], KeyValueStream]:
+    """Run all chunks in order, without a graph; return hidden states and what was recorded, and the stream.
+
+    `guard` and `kept` are told of each chunk where a backward pass follows.
+    """
     h_BTE = h_BTE.detach()  # or chunks would claim to need a gradient, and hooks on submodules would believe them
     stream = call.new_stream(h_BTE.shape[1])
-    out_BTE: Tensor | None = None
+    outputs_BT: list[Tensor] = []
     buffers = list(call.layer.buffers())
     versions = [buffer._version for buffer in buffers]
     keep_attention = kept is not None and call.policy.keep == "attention"
@@ -240,15 +245,16 @@ def _forward(
             guard.note(out_BLE)
         if kept is not None:
             kept.note(index, chunk.kept)
+        made = [out_BLE, *chunk.recorded]
         if stop - start == h_BTE.shape[1]:
-            return out_BLE, stream
-        if out_BTE is None:
+            return made, stream
+        if not outputs_BT:
             # Not empty_like(h): under autocast a layer's output may have another dtype than its input.
             with memory_label("hidden states"):
-                out_BTE = out_BLE.new_empty(*h_BTE.shape[:2], *out_BLE.shape[2:])
-        out_BTE[:, start:stop] = out_BLE
-    assert out_BTE is not None
-    return out_BTE, stream
+                outputs_BT = [part.new_empty(*h_BTE.shape[:2], *part.shape[2:]) for part in made]
+        for whole, part in zip(outputs_BT, made, strict=True):
+            whole[:, start:stop] = part
+    return outputs_BT, stream
 
 
 def _restore_stream(call: StreamedCall, tape: RandomTape, reader: Reader, length: int) -> KeyValueStream:

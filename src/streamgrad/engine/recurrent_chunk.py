@@ -55,6 +55,7 @@ class RecurrentChunk(LayerChunk):
     given: States = field(init=False, repr=False)
     read: set[tuple[str, int]] = field(default_factory=set, repr=False)
     written: States = field(default_factory=dict, repr=False)
+    recorded: list[Tensor] = field(default_factory=list, repr=False)
 
     # A recurrent layer has no attention to keep.
     kept: Attended | None = None

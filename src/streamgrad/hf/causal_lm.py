@@ -33,7 +33,15 @@ from streamgrad.head.targets import TargetRows, flatten, is_plain
 from streamgrad.hf.deepspeed import check_head
 from streamgrad.hf.mask_checks import check_predictions
 from streamgrad.hf.no_logits import NoLogits
-from streamgrad.hf.patching import InstalledForward, named_arguments, not_compiled, own_forward, temporary_attribute, warn_once
+from streamgrad.hf.patching import (
+    InstalledForward,
+    named_arguments,
+    not_compiled,
+    own_forward,
+    signature_of,
+    temporary_attribute,
+    warn_once,
+)
 from streamgrad.hf.sequence_slices import sequence_group
 from streamgrad.hf.step_plan import head_known_to_decoder
 
@@ -154,8 +162,10 @@ def traced_logit_map(model: PreTrainedModel, decoder: nn.Module, head: nn.Module
 
     probe.loss_function = record
     tokens = torch.zeros(1, 2, dtype=torch.long)
+    # The loss of routers, whose logits the stubs do not make, comes after the one of tokens.
+    without = {"output_router_logits": False} if "output_router_logits" in signature_of(type(model).forward).parameters else {}
     try:
-        type(model).forward(probe, input_ids=tokens, labels=tokens)
+        type(model).forward(probe, input_ids=tokens, labels=tokens, **without)
     except SeamError as error:
         raise ValueError(f"{type(model).__name__} cannot be streamed: {error}.") from error
     except Exception as error:

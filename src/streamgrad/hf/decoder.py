@@ -45,6 +45,7 @@ from streamgrad.hf.layer_args import LayerArguments
 from streamgrad.hf.mask_checks import check_mask
 from streamgrad.hf.patching import named_arguments, not_compiled, own_forward, signature_of, temporary_attributes
 from streamgrad.hf.peft import PEFT_ADAPTERS
+from streamgrad.hf.recorded import Recorder
 from streamgrad.hf.seams import layer_mask, streamed_attention_in, with_documents
 from streamgrad.hf.sequence_slices import SequenceGroup, Slices, WholeSequences, sequence_group
 from streamgrad.hf.step_plan import PlannedCall, Planner, Sample
@@ -130,8 +131,7 @@ def _should_stream(decoder: Any, stream: DecoderStream, arguments: dict[str, Any
     use_cache = arguments.get("use_cache")
     fills_cache = getattr(decoder.config, "use_cache", False) if use_cache is None else use_cache
     has_cache = arguments.get("past_key_values") is not None
-    wanted = ("output_attentions", "output_router_logits")
-    wants_more = any(arguments.get(name) or getattr(decoder.config, name, False) for name in wanted)
+    wants_more = arguments.get("output_attentions") or getattr(decoder.config, "output_attentions", False)
     is_paged = arguments.get("cache") is not None  # of continuous batching
     if fills_cache or has_cache or wants_more or is_paged:
         return False
@@ -139,13 +139,12 @@ def _should_stream(decoder: Any, stream: DecoderStream, arguments: dict[str, Any
 
 
 def _refuse_what_needs_whole_layers(decoder: Any, arguments: dict[str, Any]) -> None:
-    for name, reason in (
-        ("output_attentions", "attention weights are (T x T) and never exist while streaming"),
-        ("output_router_logits", "a load-balancing loss needs the router logits of all tokens, with their gradient"),
-    ):
-        asked = arguments.get(name)
-        if asked if asked is not None else getattr(decoder.config, name, False):
-            raise ValueError(f"{name}=True cannot be streamed: {reason}. Pass {name}=False, or call streamgrad.disable(model).")
+    asked = arguments.get("output_attentions")
+    if asked if asked is not None else getattr(decoder.config, "output_attentions", False):
+        raise ValueError(
+            "output_attentions=True cannot be streamed: attention weights are (T x T) and never exist while streaming. Pass "
+            "output_attentions=False, or call streamgrad.disable(model)."
+        )
     cache = arguments.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
         raise ValueError(
@@ -217,7 +216,12 @@ class _DecoderCall:
             for reason in (*layer_refusals(modules), *foreign_attention(attention_configs(modules), layer)):
                 raise SeamError(reason)
             h_BTE, arguments = LayerArguments.bind(self.forwards[index], args, kwargs)
-            run, recurrent = self._run(modules, arguments), is_recurrent(modules)
+            recorder, recurrent = Recorder(), is_recurrent(modules)
+            if recorder.keys and self.sequences.sharing.ranks > 1:
+                raise SeamError(
+                    f"{recorder.keys[0]} were asked for, and ranks share its sequences; pass output_{recorder.keys[0]}=False"
+                )
+            run = self._run(modules, arguments, recorder)
             if recurrent:
                 _refuse_for_recurrent_layers(arguments, self.sequences.sharing)
             mask = None if recurrent else self._mask(arguments, h_BTE)
@@ -239,16 +243,17 @@ class _DecoderCall:
                 in_use=self.stream.in_use,
                 on_shortage=self.stream.planner.note_shortage,
             )
-            out_BTE = call(h_BTE)
+            out_BTE, *recorded = call(h_BTE)
+            recorder.hand_over(recorded)
             return (out_BTE,) if arguments.returns_tuple else out_BTE
 
         return streamed
 
-    def _run(self, modules: list[nn.Module], arguments: LayerArguments) -> Callable[[Tensor, Any], Tensor]:
+    def _run(self, modules: list[nn.Module], arguments: LayerArguments, recorder: Recorder) -> Callable[[Tensor, Any], Tensor]:
         configs, fusion = attention_configs(modules), Fusion(modules, mode=self.stream.config.fused_kernels)
 
         def run(h_BLE: Tensor, chunk: Any) -> Tensor:
-            with streamed_attention_in(configs), fusion.installed():
+            with streamed_attention_in(configs), fusion.installed(), recorder.collecting(h_BLE, chunk):
                 return arguments.run(h_BLE, chunk)
 
         return run
@@ -274,7 +279,7 @@ class _DecoderCall:
                 h_BTE, arguments = LayerArguments.bind(forward, args, kwargs)
                 arguments.attention_mask = None
                 mask = None if is_recurrent(modules) else self.sequences.mask(_mask_of(arguments, h_BTE.shape[1], h_BTE.shape[1]))
-                yield Sample(layer, self._run(modules, arguments), mask)
+                yield Sample(layer, self._run(modules, arguments, Recorder()), mask)
 
     def _mask(self, arguments: LayerArguments, h_BTE: Tensor) -> CausalMask | DenseMask:
         given = arguments.attention_mask

@@ -220,11 +220,6 @@ def _refusals(decoder: Any, layers: list[nn.Module], config: Any) -> Iterator[st
         yield f"its {heads} query heads cannot share {key_heads} key/value heads evenly"
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
         yield "its configuration asks for bidirectional attention"
-    if getattr(config, "output_router_logits", False):
-        yield (
-            "its configuration sets output_router_logits, and a load-balancing loss needs the router logits of all tokens with "
-            "their gradient; set config.output_router_logits = False"
-        )
     for layer in layers:
         if cache_argument(own_forward(layer)) is None:
             yield f"{type(layer).__name__} takes no key/value cache (none of {', '.join(CACHE_NAMES)})"

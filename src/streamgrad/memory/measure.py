@@ -131,7 +131,8 @@ class _Trial:
         keys, kept = (chunk.own if isinstance(chunk, Chunk) else None) or (), chunk.kept
         states = chunk.written.values() if isinstance(chunk, RecurrentChunk) else ()
         return {
-            "input": max(h_BLE.nbytes, out_BLE.nbytes),
+            # What is recorded stays, with its gradient, as long as hidden states do.
+            "input": max(h_BLE.nbytes, out_BLE.nbytes) + 2 * sum(tensor.nbytes for tensor in chunk.recorded),
             "keys_and_values": sum(key.nbytes for key in keys),
             "key_sums": sum(key.numel() * accumulator_dtype(key.dtype).itemsize for key in keys),
             "attention": 0 if kept is None else kept.out_BHLD.nbytes + kept.lse_BHL.nbytes,

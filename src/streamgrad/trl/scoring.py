@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # which all families use, as TRL does
 from trl.trainer.utils import FusedCausalLMOutput
 
 from streamgrad.api import enable
@@ -76,12 +77,21 @@ def _scored(
     check_labels(model, given | about_loss)
     if torch.is_grad_enabled():
         refuse_backward_hooks(model.get_output_embeddings())
+    text_config = model.config.get_text_config()
+    if getattr(text_config, "output_router_logits", False):
+        kwargs.setdefault("output_router_logits", True)
     with head_known_to_decoder(model, _linear_head(model), tokens=targets_BT.numel(), config=stream.config):
-        hidden_BTE = model.base_model(*args, **kwargs | {"use_cache": False}).last_hidden_state
+        output = model.base_model(*args, **kwargs | {"use_cache": False})
+    hidden_BTE = output.last_hidden_state
     scores = {name: score[:, :length] for name, score in _scores(model, stream, hidden_BTE, targets_BT).items()}
     mask = (targets_BT != _IGNORED)[:, :length].to(scores["log_probs"].device)
     count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-    return FusedCausalLMOutput(loss=-scores["log_probs"].sum() / count, label_mask=mask, **scores)
+    loss, balance = -scores["log_probs"].sum() / count, None
+    if kwargs.get("output_router_logits"):
+        experts, chosen = text_config.num_experts, text_config.num_experts_per_tok
+        balance = load_balancing_loss_func(output.router_logits, experts, chosen, given.get("attention_mask"))
+        loss = loss + getattr(text_config, "router_aux_loss_coef", 0.0) * balance
+    return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=balance, **scores)
 
 
 def _scores(model: Any, stream: ScoringStream, hidden_BTE: Tensor, targets_BT: Tensor) -> dict[str, Tensor]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from torch import nn
 from trl import DPOTrainer, GRPOTrainer, SFTTrainer
 
 from streamgrad.config import StreamConfig
@@ -31,18 +30,14 @@ class _Streamed:
 
     def __init__(self, *args: Any, stream: StreamConfig | None = None, **kwargs: Any) -> None:
         given = inspect.signature(self.stock.__init__).bind_partial(self, *args, **kwargs).arguments
-        arguments, model = given.get("args"), given.get("model")
-        if getattr(arguments, "activation_offloading", False):
+        if getattr(given.get("args"), "activation_offloading", False):
             raise ValueError(
                 "activation_offloading=True moves every tensor that autograd keeps to the host, even those that a streamed layer "
                 "makes and drops within its own backward. Set it to False. To offload what layers keep, pass "
                 'stream=StreamConfig(offload="host"), or --offload host.'
             )
-        if isinstance(model, nn.Module):
-            _refuse_router_loss(model, arguments)
         with restored_on_error(_changed(given)), streamed_head_in(self.stock, stream):
             super().__init__(*args, **kwargs)
-            _refuse_router_loss(self.model, arguments)
             prepare_shared_sequences(self)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -60,19 +55,6 @@ def _changed(given: dict[str, Any]) -> list[Any]:
     named = (given.get(name) for name in ("model", "ref_model", "args", "processing_class", "peft_config"))
     parts = [*named, *(rewards if isinstance(rewards, list) else [rewards])]
     return [part for part in parts if isinstance(getattr(part, "__dict__", None), dict)]
-
-
-def _refuse_router_loss(model: Any, arguments: Any) -> None:
-    """Raise for a mixture of experts whose load-balancing loss TRL would add: by the arguments, or else by the configuration."""
-    config, coefficient = model.config.get_text_config(), getattr(arguments, "router_aux_loss_coef", None)
-    if coefficient is None:
-        coefficient = getattr(config, "router_aux_loss_coef", 0.0)
-    if coefficient and hasattr(config, "output_router_logits"):
-        raise ValueError(
-            f"router_aux_loss_coef={coefficient} asks for the load-balancing loss of a mixture of experts, which needs the "
-            "router logits of all tokens at once and cannot be streamed. Pass router_aux_loss_coef=0.0 in the trainer's "
-            "arguments to train without it."
-        )
 
 
 class StreamSFTTrainer(_Streamed, SFTTrainer):
