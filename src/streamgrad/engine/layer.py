@@ -144,11 +144,18 @@ class StreamedCall:
         return torch.cat(outputs, dim=1)
 
 
-def _naming_shortage_of_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
+def _named_in_errors(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let errors in a layer's backward say which layer it was; a traceback shows code that all layers share."""
+
     def named(ctx: Any, *gradients: Tensor) -> Any:
-        doing = "was run again for backward"
-        with naming_shortage(lambda: ctx.call.shortage(ctx.h_shape, doing, ctx.call.on_shortage())):
-            return backward(ctx, *gradients)
+        call, doing = ctx.call, "was run again for backward"
+        try:
+            with naming_shortage(lambda: call.shortage(ctx.h_shape, doing, call.on_shortage())):
+                return backward(ctx, *gradients)
+        except Exception as error:
+            if call is not None:
+                error.add_note(f"streamgrad: {call.name} {doing}.")
+            raise
 
     return named
 
@@ -169,7 +176,7 @@ class _StreamedLayer(torch.autograd.Function):
 
     @staticmethod
     @first_order_only
-    @_naming_shortage_of_backward
+    @_named_in_errors
     @labelled("activations")
     def backward(ctx: Any, *gradients_BT: Tensor) -> tuple[Tensor | None, ...]:
         reader = ctx.kept.reader(ctx)  # which raises where backward has run before
