@@ -70,10 +70,10 @@ def fails_at(model, number):
         ("llama", "input", 97),
         ("llama", "attention", 97),
         pytest.param("llama", "input", 1, marks=more),
-        pytest.param("llama", "attention", 1, marks=more),
+        pytest.param("llama", "attention", 5, marks=more),
         pytest.param("llama", "all", 3, marks=more),
-        pytest.param("gemma3_text", "input", 7, marks=more),
-        pytest.param("qwen3_moe", "input", 7, marks=more),
+        pytest.param("gemma3_text", "input", 29, marks=more),
+        pytest.param("qwen3_moe", "input", 29, marks=more),
     ],
 )
 def test_an_allocation_fails(family, keep, stride):
