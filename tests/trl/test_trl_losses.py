@@ -219,6 +219,27 @@ def test_grpo_with_a_head_in_float32(tmp_path, saved_model):
     assert_equals_stock(GRPOTrainer, arguments, saved_model, dtype=torch.bfloat16, tolerance=0.05, drift=0.01, **inputs)
 
 
+EXPERTS = {
+    "sft": (SFTTrainer, SFTConfig, {}, {"train_dataset": texts()}),
+    "sft, its default": (SFTTrainer, SFTConfig, {"router_aux_loss_coef": None}, {"train_dataset": completions()}),
+    "dpo": (
+        DPOTrainer, DPOConfig, {}, {"train_dataset": pairs(), "ref_model": lambda: tiny_model("qwen3_moe", seed=3)},
+    ),
+    "grpo": (
+        GRPOTrainer, GRPOConfig, {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 9},
+        {"train_dataset": prompts(), "reward_funcs": reward},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_balance_loss_of_experts(tmp_path, name):
+    stock, config, options, inputs = EXPERTS[name]
+    arguments = settings(config, tmp_path, **{"router_aux_loss_coef": 0.3} | options)
+    metrics = assert_equals_stock(stock, arguments, lambda dtype: tiny_model("qwen3_moe", dtype=dtype), **inputs)
+    assert metrics["aux_loss"] > 0
+
+
 @more
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("chunk", [1, 5, 64])

@@ -4,7 +4,7 @@ transformers hooks the modules that make them, and a collector that is active du
 In a streamed layer each chunk has a collector of its own. Its tensors become outputs of the layer beside the hidden states, so
 that gradients flow back through them, and the whole sequence's are handed to the collector that was active around the layer.
 
-Private details of transformers that this relies on, pinned by tests/project/test_private_names.py: `output_capturing` holds the
+Private details of transformers that this relies on, pinned by tests/project/test_foreign_names.py: `output_capturing` holds the
 active collector, a dict of lists, in `_active_collector`.
 
 Shapes: B batch, L tokens of a chunk, T sequence, X experts.
