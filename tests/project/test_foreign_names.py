@@ -30,9 +30,10 @@ PRIVATE = {
     "torch": "_C _subclasses",
     "torch.Tensor": "_is_view _version",
     "torch.UntypedStorage": "_cdata",
-    "torch._C": "_autograd _current_graph_task_id _len_torch_function_stack _nn",
+    "torch._C": "_autograd _current_graph_task_id _dynamo _functorch _len_torch_function_stack _nn",
     "torch._C._autograd": "_get_current_graph_task_keep_graph _top_saved_tensors_default_hooks",
     "torch.autograd.Variable": "_execution_engine",
+    "torch.autograd.forward_ad": "_current_level",
     "torch.autograd.graph": "_engine_run_backward",
     "torch.cuda.memory": "_record_memory_history _set_memory_metadata _snapshot",
     "torch.nn.modules.batchnorm": "_BatchNorm",
@@ -49,10 +50,11 @@ PRIVATE = {
     """,
     "torch.utils": "_python_dispatch _pytree",
     "a module": """
-        _backward_hooks _backward_pre_hooks _buffers _forward_hooks _forward_pre_hooks _modules _parameters
+        _backward_hooks _backward_pre_hooks _buffers _call_impl _compiled_call_impl _forward_hooks _forward_pre_hooks _modules
+        _parameters
     """,
     "torch/_dynamo/eval_frame.py": "_orig_mod",
-    "a configuration": "_attn_implementation_internal",
+    "a configuration": "_attn_implementation _attn_implementation_internal",
     "transformers.PreTrainedModel": "_supports_attention_backend",
     "transformers/modeling_utils.py": "_loss_function",
     "transformers.models.gemma.modeling_gemma.GemmaRMSNorm": "_norm",
@@ -71,9 +73,9 @@ UNDOCUMENTED = {
     "peft/utils/other.py": "modules_to_save",
     "deepspeed/runtime/zero/parameter_offload.py": "ds_id",
     "deepspeed/runtime/zero/partition_parameters.py": "ds_id",
-    "trl/trainer/sft_trainer.py": "add_fused_lm_head aux_loss_enabled router_aux_loss_coef label_smoother compute_loss_func",
-    "trl/trainer/dpo_trainer.py": "add_fused_lm_head aux_loss_enabled router_aux_loss_coef",
-    "trl/trainer/grpo_trainer.py": "add_fused_lm_head aux_loss_enabled router_aux_loss_coef",
+    "trl/trainer/sft_trainer.py": "add_fused_lm_head router_aux_loss_coef label_smoother compute_loss_func",
+    "trl/trainer/dpo_trainer.py": "add_fused_lm_head router_aux_loss_coef",
+    "trl/trainer/grpo_trainer.py": "add_fused_lm_head router_aux_loss_coef",
     "trl.trainer.utils.FusedCausalLMOutput": "log_probs entropy log_sum_sq_probs mean_logits is_top1 label_mask loss",
     "accelerate/accelerator.py": "parallelism_config",
     "accelerate/parallelism_config.py": "sp_enabled sp_size",

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -120,12 +121,9 @@ def _mask_of(case: Case, labels: Tensor, generator: torch.Generator, dtype: torc
     if case.mask.startswith("dense"):
         seen = torch.rand(rows, 1, length, length, generator=generator) < 0.6
         seen = (seen | torch.eye(length, dtype=torch.bool)).tril()
-        return {"attention_mask": seen if case.mask == "dense bool" else as_bias(seen, dtype)}, labels
+        bias = torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+        return {"attention_mask": seen if case.mask == "dense bool" else bias}, labels
     return {}, labels
-
-
-def as_bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
 
 
 # --- objectives ----------------------------------------------------------------------------------------------------------
@@ -179,8 +177,8 @@ def step_of(case: Case, model: nn.Module, *, streamed: bool) -> Step:
     total, gradients = 0.0, {}
     for index in range(len(case.lengths)):
         batch = batch_of(case, model, index)
-        if not streamed:
-            batch = for_any_stock_model(batch, next(model.parameters()).dtype)
+        if not streamed:  # boundaries, which position_ids tell too, and stock eager attention looks away from
+            batch = {name: value for name, value in batch.items() if "_seq_lens_" not in name and "max_length_" not in name}
         if case.embedded:
             leaf = batch["inputs_embeds"].requires_grad_()
             batch["inputs_embeds"] = leaf.clone()  # some models scale them in place
@@ -192,18 +190,6 @@ def step_of(case: Case, model: nn.Module, *, streamed: bool) -> Step:
             gradients[f"input {index}"] = leaf.grad
     gradients |= {name: parameter.grad for name, parameter in model.named_parameters()}
     return Step(total, gradients)
-
-
-def for_any_stock_model(batch: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the same batch without what stock eager attention misreads.
-
-    It adds a boolean mask to the scores, as 0 and 1, and looks away from documents' boundaries; `position_ids` tell them too.
-    """
-    batch = {name: value for name, value in batch.items() if "_seq_lens_" not in name and "max_length_" not in name}
-    mask = batch.get("attention_mask")
-    if mask is not None and mask.dtype == torch.bool:
-        batch["attention_mask"] = as_bias(mask, dtype)
-    return batch
 
 
 def _is_exact(model: nn.Module) -> bool:
@@ -230,9 +216,13 @@ def enabled(case: Case, model: nn.Module) -> Iterator[None]:
 
 
 def check(case: Case) -> None:
-    """Raise where the case's streamed step is not plain backpropagation's."""
+    """Raise where the case's streamed step is not plain backpropagation's, nor refused for a reason that is known here."""
     dtype = DTYPES.get(case.dtype, torch.float32)
     exact = model_of(case, torch.float64)
+    if case.mask == "dense bool" and exact.config._attn_implementation == "eager":
+        with pytest.raises(ValueError, match="4-D attention mask is boolean, and eager attention"):
+            _streamed_step(case, dtype)
+        return
     with no_float32():
         truth = step_of(case, exact, streamed=False)
     if dtype == torch.float64:
