@@ -58,6 +58,8 @@ PRIVATE = {
     "transformers.PreTrainedModel": "_supports_attention_backend",
     "transformers/modeling_utils.py": "_loss_function",
     "transformers.models.gemma.modeling_gemma.GemmaRMSNorm": "_norm",
+    "transformers.utils.output_capturing": "_active_collector",
+    "transformers/utils/output_capturing.py": "_hidden_states_layers",
     "an adapter": "_active_adapter _disable_adapters",
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": "_SEQUENCE_PARALLEL_GROUP",
 }
