@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 import batches
 import streamgrad
 from gradients import assert_same_step, no_float32, run_step
+from lora import with_lora
 from tiny import tiny_model
 
 NOT_ITS_OWN = "that is not among its parameters"
@@ -66,6 +68,16 @@ def test_a_frozen_layer_makes_no_graph():
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: seen.append(out.requires_grad))
     model(**batches.plain(model)).loss.backward()
     assert len(seen) > 4 and seen.count(True) <= 1  # the trial of the layer asks for derivatives
+
+
+def test_x_lora_is_refused(tmp_path):
+    """Its scales are made for the whole sequence by a classifier outside of the layers, the only thing that is trained."""
+    with_lora(tiny_model("llama"), targets=["q_proj"], task_type="CAUSAL_LM").save_pretrained(tmp_path)
+    config = peft.XLoraConfig(task_type="CAUSAL_LM", hidden_size=24, adapters={"0": str(tmp_path)})
+    model = tiny_model("llama")
+    model.config.use_cache = False
+    with pytest.raises(ValueError, match="is an X-LoRA adapter"):
+        streamgrad.enable(peft.get_peft_model(model, config))
 
 
 # --- parameters of classes of their own -------------------------------------------------------------------------------------

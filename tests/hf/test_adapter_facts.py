@@ -16,7 +16,7 @@ from tiny import tiny_model, tokens
 
 SOURCE = Path(streamgrad.__file__).parent
 NAMES = {
-    "hf/peft.py": r"_active_adapter|_disable_adapters|merged_adapters|lora_variant|ParamWrapper|LilyLayer|get_base_model",
+    "hf/peft.py": r"_active_adapter|_disable_adapters|merged_adapters|lora_variant|ParamWrapper|(Lily|XLora)Layer|get_base_model",
     "hf/deepspeed.py": r"\bds_id|parallel_state_sp|_SEQUENCE_PARALLEL_GROUP",
 }
 

@@ -71,6 +71,7 @@ UNDOCUMENTED = {
     "peft/peft_model.py": "get_base_model",
     "peft/tuners/lora/layer.py": "ParamWrapper get_param",
     "peft/tuners/lily/layer.py": "LilyLayer",
+    "peft/tuners/xlora/layer.py": "XLoraLayer",
     "peft/tuners/lora/variants.py": "ALora",
     "peft/utils/other.py": "modules_to_save",
     "deepspeed/runtime/zero/parameter_offload.py": "ds_id",

@@ -26,6 +26,9 @@ def why_not_in_chunks(module: nn.Module) -> str | None:
     """Return what makes an adapter depend on the whole sequence; None where a chunk is all that it needs."""
     if _is_called("LilyLayer", type(module)):  # type: ignore[arg-type]
         return "is a Lily adapter, whose router averages over all tokens"
+    wrapper = getattr(module.__dict__.get("forward"), "__self__", None)
+    if wrapper is not None and _is_called("XLoraLayer", type(wrapper)):
+        return "is an X-LoRA adapter, whose scales are made for the whole sequence by a trainable module outside of the layer"
     variants = module.__dict__.get("lora_variant")
     if isinstance(variants, dict) and any("ALora" in getattr(v, "__name__", str(v)) for v in variants.values()):
         return "is an activated LoRA (aLoRA), whose offsets count from the end of the whole sequence"
