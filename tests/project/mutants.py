@@ -29,7 +29,7 @@ class Mutant:
 FLOAT64 = "tests/engine/test_exact_gradients.py::test_fp64_gradients_equal_plain_backprop[llama-plain]"
 FLOAT32 = "tests/engine/test_exact_gradients.py::test_fp32_gradients_equal_plain_backprop[llama]"
 TRAINERS = "tests/trl/test_trl_losses.py::test_float32_against_stock_as_it_is[dpo-full]"
-BUDGET = "tests/memory/test_planner.py::test_a_step_fills_its_budget_and_does_not_exceed_it"
+BUDGET = "tests/memory/test_budgeted_steps.py::test_a_step_fills_its_budget_and_does_not_exceed_it"
 ENGINES = "tests/parallel/test_engines.py::test_ddp"
 EVERYWHERE = (FLOAT64, FLOAT32, TRAINERS, BUDGET, ENGINES)
 

@@ -21,6 +21,17 @@ from streamgrad.objectives.arguments import check_choice, check_shape
 
 
 @dataclass(frozen=True)
+class Answers:
+    """What `dpo_loss` is given of one side of the pairs."""
+
+    name: str  # "chosen" or "rejected"
+    logprobs_BT: Tensor
+    mask_BT: Tensor
+    ref_BT: Tensor | None
+    log_sum_sq_BT: Tensor | None
+
+
+@dataclass(frozen=True)
 class Pairs:
     """The inputs of the losses; w is the chosen answer, l the rejected one."""
 
@@ -146,45 +157,15 @@ def dpo_loss(
     names = [loss_type] if isinstance(loss_type, str) else list(loss_type)
     weights = [1.0] * len(names) if loss_weights is None else list(loss_weights)
     _check_options(names, weights, label_smoothing, f_divergence_type, wpo=chosen_log_sum_sq_probs is not None)
-    _check_answers("chosen", chosen_logprobs, chosen_mask, ref_chosen_logprobs, chosen_log_sum_sq_probs)
-    _check_answers("rejected", rejected_logprobs, rejected_mask, ref_rejected_logprobs, rejected_log_sum_sq_probs)
-    _check_both("ref_{}_logprobs", ref_chosen_logprobs, ref_rejected_logprobs)
-    _check_both("{}_log_sum_sq_probs", chosen_log_sum_sq_probs, rejected_log_sum_sq_probs)
-    if len(chosen_logprobs) != len(rejected_logprobs):
-        raise ValueError(f"{len(chosen_logprobs)} chosen answers but {len(rejected_logprobs)} rejected ones: pass pairs.")
-
-    shared = torch.minimum(chosen_mask.sum(dim=1), rejected_mask.sum(dim=1))
-
-    def logp(logprobs_BT: Tensor | None, mask_BT: Tensor) -> Tensor:
-        """Return log pi(y); 0 without a model."""
-        if logprobs_BT is None:
-            return torch.zeros(len(mask_BT), dtype=chosen_logprobs.dtype, device=chosen_logprobs.device)
-        if ld_alpha is None:
-            return (logprobs_BT * mask_BT).sum(dim=1)
-        beyond_BT = mask_BT.cumsum(dim=1) > shared.unsqueeze(1)
-        return (torch.where(beyond_BT, ld_alpha * logprobs_BT, logprobs_BT) * mask_BT).sum(dim=1)
-
-    logps_w, logps_l = logp(chosen_logprobs, chosen_mask), logp(rejected_logprobs, rejected_mask)
-    ref_w, ref_l = logp(ref_chosen_logprobs, chosen_mask), logp(ref_rejected_logprobs, rejected_mask)
-    pairs = Pairs(
-        logps_w=logps_w,
-        logps_l=logps_l,
-        ref_w=ref_w,
-        ref_l=ref_l,
-        score_w=_score(logps_w - ref_w, f_divergence_type, f_alpha_divergence_coef),
-        score_l=_score(logps_l - ref_l, f_divergence_type, f_alpha_divergence_coef),
-        length_w=chosen_mask.sum(dim=1).clamp(min=1),
-        length_l=rejected_mask.sum(dim=1).clamp(min=1),
-        nll_w=-(chosen_logprobs * chosen_mask).sum() / chosen_mask.sum().clamp(min=1),
-        beta=beta,
-        smoothing=label_smoothing,
-        tau=discopop_tau,
-    )
+    chosen = Answers("chosen", chosen_logprobs, chosen_mask, ref_chosen_logprobs, chosen_log_sum_sq_probs)
+    rejected = Answers("rejected", rejected_logprobs, rejected_mask, ref_rejected_logprobs, rejected_log_sum_sq_probs)
+    _check_answers(chosen, rejected)
+    scored = _scored(chosen, rejected, f_divergence_type, f_alpha_divergence_coef, ld_alpha)
+    pairs = Pairs(**scored, beta=beta, smoothing=label_smoothing, tau=discopop_tau)
     losses = [weight * LOSSES[name](pairs) for name, weight in zip(names, weights, strict=True)]
     per_pair = torch.stack(losses).sum(dim=0)
-    if chosen_log_sum_sq_probs is not None and rejected_log_sum_sq_probs is not None:
-        per_pair = per_pair * _wpo_weight(chosen_logprobs, chosen_log_sum_sq_probs, chosen_mask)
-        per_pair = per_pair * _wpo_weight(rejected_logprobs, rejected_log_sum_sq_probs, rejected_mask)
+    if chosen.log_sum_sq_BT is not None and rejected.log_sum_sq_BT is not None:
+        per_pair = per_pair * _wpo_weight(chosen, chosen.log_sum_sq_BT) * _wpo_weight(rejected, rejected.log_sum_sq_BT)
     return per_pair.mean()
 
 
@@ -207,15 +188,50 @@ def _check_options(names: list[str], weights: list[float], smoothing: float, div
         raise ValueError("aot sorts its pairs, so weights of pairs do not apply. Leave out the two log_sum_sq_probs.")
 
 
-def _check_answers(side: str, logprobs: Tensor, mask: Tensor, ref: Tensor | None, log_sum_sq_probs: Tensor | None) -> None:
-    for name, tensor in ((f"{side}_mask", mask), (f"ref_{side}_logprobs", ref), (f"{side}_log_sum_sq_probs", log_sum_sq_probs)):
-        check_shape(name, tensor, logprobs, f"{side}_logprobs")
+def _check_answers(chosen: Answers, rejected: Answers) -> None:
+    for side in (chosen, rejected):
+        tensors = {"{}_mask": side.mask_BT, "ref_{}_logprobs": side.ref_BT, "{}_log_sum_sq_probs": side.log_sum_sq_BT}
+        for name, tensor in tensors.items():
+            check_shape(name.format(side.name), tensor, side.logprobs_BT, f"{side.name}_logprobs")
+    _check_both("ref_{}_logprobs", chosen.ref_BT, rejected.ref_BT)
+    _check_both("{}_log_sum_sq_probs", chosen.log_sum_sq_BT, rejected.log_sum_sq_BT)
+    if len(chosen.logprobs_BT) != len(rejected.logprobs_BT):
+        raise ValueError(f"{len(chosen.logprobs_BT)} chosen answers but {len(rejected.logprobs_BT)} rejected ones: pass pairs.")
 
 
 def _check_both(name: str, chosen: Tensor | None, rejected: Tensor | None) -> None:
     if (chosen is None) != (rejected is None):
         given, missing = ("chosen", "rejected") if rejected is None else ("rejected", "chosen")
         raise ValueError(f"{name.format(given)} is given but {name.format(missing)} is None. Pass both, or neither.")
+
+
+def _scored(chosen: Answers, rejected: Answers, divergence: str, alpha: float, ld_alpha: float | None) -> dict[str, Tensor]:
+    """Return the tensors of `Pairs`."""
+    mask_w, mask_l = chosen.mask_BT, rejected.mask_BT
+    shared = torch.minimum(mask_w.sum(dim=1), mask_l.sum(dim=1))
+
+    def logp(logprobs_BT: Tensor | None, mask_BT: Tensor) -> Tensor:
+        """Return log pi(y); 0 without a model."""
+        if logprobs_BT is None:
+            return torch.zeros(len(mask_BT), dtype=chosen.logprobs_BT.dtype, device=chosen.logprobs_BT.device)
+        if ld_alpha is None:
+            return (logprobs_BT * mask_BT).sum(dim=1)
+        beyond_BT = mask_BT.cumsum(dim=1) > shared.unsqueeze(1)
+        return (torch.where(beyond_BT, ld_alpha * logprobs_BT, logprobs_BT) * mask_BT).sum(dim=1)
+
+    logps_w, logps_l = logp(chosen.logprobs_BT, mask_w), logp(rejected.logprobs_BT, mask_l)
+    ref_w, ref_l = logp(chosen.ref_BT, mask_w), logp(rejected.ref_BT, mask_l)
+    return {
+        "logps_w": logps_w,
+        "logps_l": logps_l,
+        "ref_w": ref_w,
+        "ref_l": ref_l,
+        "score_w": _score(logps_w - ref_w, divergence, alpha),
+        "score_l": _score(logps_l - ref_l, divergence, alpha),
+        "length_w": mask_w.sum(dim=1).clamp(min=1),
+        "length_l": mask_l.sum(dim=1).clamp(min=1),
+        "nll_w": -(chosen.logprobs_BT * mask_w).sum() / mask_w.sum().clamp(min=1),
+    }
 
 
 def _score(ratio: Tensor, divergence: str, alpha: float) -> Tensor:
@@ -230,7 +246,7 @@ def _score(ratio: Tensor, divergence: str, alpha: float) -> Tensor:
     return ratio
 
 
-def _wpo_weight(logprobs_BT: Tensor, log_sum_sq_BT: Tensor, mask_BT: Tensor) -> Tensor:
+def _wpo_weight(answers: Answers, log_sum_sq_BT: Tensor) -> Tensor:
     with torch.no_grad():
-        aligned = ((logprobs_BT - log_sum_sq_BT) * mask_BT).sum(dim=1) / mask_BT.sum(dim=1).clamp(min=1)
+        aligned = ((answers.logprobs_BT - log_sum_sq_BT) * answers.mask_BT).sum(dim=1) / answers.mask_BT.sum(dim=1).clamp(min=1)
         return aligned.exp()
