@@ -1,8 +1,7 @@
 """Host memory for what layers keep between forward and backward.
 
-Copies to the host run on a stream of their own beside the computation; copies back start one item ahead of their use. Values
-and layouts are bit for bit what was stored. Host buffers are pinned once and handed from step to step: pinning costs seconds per
-10 GB.
+Copies to the host run on their own stream beside the computation; copies back start one item ahead of their use. Values and
+layouts come back bit for bit. Host buffers are pinned once and reused in every step: pinning 10 GB takes seconds.
 
 Known limits: there is nothing to move on a device other than CUDA.
 """
@@ -32,16 +31,16 @@ class PinnedPool:
         self._can_pin = True
 
     def take(self, size_bytes: int) -> Tensor:
-        """A byte buffer of at least `size_bytes`: the smallest free one that is as large, and not far larger; else a new one.
+        """Return a buffer of at least `size_bytes`: the smallest free one that is large enough, or a new one.
 
-        A log-sum-exp in a buffer for hidden states would leave these without, for good.
+        Far larger ones are not taken: hidden states would find theirs occupied by a log-sum-exp in every step.
         """
         fitting = [buffer for buffer in self._free if size_bytes <= buffer.numel() < 8 * size_bytes]
         if fitting:
             best = min(fitting, key=Tensor.numel)
             self._free = [buffer for buffer in self._free if buffer is not best]
             return best
-        # Too small for what is stored now: kept, they would stay unused for good.
+        # Free buffers a little too small for what is stored now would never be used again, so they are dropped.
         smaller = [buffer for buffer in self._free if buffer.numel() < size_bytes < 2 * buffer.numel()]
         for buffer in smaller:
             self.total_bytes -= buffer.numel()
@@ -56,7 +55,7 @@ class PinnedPool:
     def _allocate(self, size_bytes: int) -> Tensor:
         buffer = torch.empty(size_bytes, dtype=torch.uint8)
         if self._can_pin:
-            # Registered and not allocated by torch, whose pinned buffers are rounded up to a power of two.
+            # Pinned here and not by torch, which rounds pinned buffers up to a power of two.
             code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size_bytes, 0))
             if code == 0:
                 weakref.finalize(buffer, _unpin, buffer.data_ptr(), self._device).atexit = False  # the driver is gone by then
@@ -73,7 +72,7 @@ class PinnedPool:
 
 
 def _forget_error() -> None:
-    """CUDA reports a failed call again at the next launch, whatever is launched."""
+    """Clear CUDA's last error, which it would report again at the next launch."""
     with contextlib.suppress(RuntimeError):
         torch.zeros((), device="cuda")
 
@@ -92,7 +91,7 @@ class HostStore:
         self._latest: weakref.ref[Shelf] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copied or unpickled model gets host buffers of its own."""
+        """Give a copied or unpickled model host buffers of its own."""
         return HostStore, ()
 
     @property
@@ -100,24 +99,24 @@ class HostStore:
         return sum(pool.total_bytes for pool in self._pools.values())
 
     def pool(self, device: torch.device) -> PinnedPool:
-        """Return the device's pool. A buffer is written again once the copy streams of its device are done with it."""
+        """Return the device's pool. Its buffers are written again only after the device's copy streams are done with them."""
         return self._pools.setdefault(device, PinnedPool(device))
 
     def shelf(self) -> Shelf:
-        """A shelf that knows the one before it, the first of whose items is brought back when its own run out."""
+        """Return a shelf that knows the one before it: when its own items run out, it brings back the first of that one."""
         shelf = Shelf(self, None if self._latest is None else self._latest())
         self._latest = weakref.ref(shelf)
         return shelf
 
     def streams(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        """For copies out and for copies back."""
+        """Return the streams for copies out and for copies back."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device), torch.cuda.Stream(device)
         return self._streams[device]
 
 
 class Shelf:
-    """Items, each a few tensors of one device, put once and got in an order that is known when all are put."""
+    """Items, each a few tensors of one device, put once and then got in an order that is known when all are put."""
 
     def __init__(self, store: HostStore, below: Shelf | None) -> None:
         self._store = store
@@ -128,18 +127,18 @@ class Shelf:
         self._arriving: dict[int, _Arrival] = {}
 
     def put(self, name: Hashable, tensors: Sequence[Tensor]) -> None:
-        """Start copying `tensors` out; they may be dropped or overwritten by later work of the current stream's allocator."""
+        """Start copying `tensors` out; the caller may drop them at once, and must not change them in place."""
         self._items[name] = _Item(self._store, tensors)
 
     def will_be_got(self, order: Sequence[Hashable]) -> None:
         self._order = list(order)
 
     def rewind(self) -> None:
-        """Before a pass over the items; there may be several, through a retained graph or after an error."""
+        """Start a pass over the items; there may be several, through a retained graph or after an error."""
         self._position = 0
 
     def get(self, name: Hashable) -> list[Tensor]:
-        """The tensors of the next item, on their device; the one after it starts its way back."""
+        """Return the tensors of the next item on their device, and start copying back the item after it."""
         assert self._order[self._position] == name, f"{name} was got where {self._order[self._position]} is next"
         self._fetch(self._position)
         arrival = self._arriving.pop(self._position)
@@ -156,13 +155,13 @@ class Shelf:
 
 
 class _Arrival:
-    """Tensors on their way back, in memory of the stream `owner`, which waits for them even if nobody takes them any more."""
+    """Tensors on their way back, in memory of the stream `owner`, which waits for the copy even if nobody takes them."""
 
     def __init__(self, tensors: list[Tensor], arrived: torch.cuda.Event, owner: torch.cuda.Stream) -> None:
         self._tensors, self._arrived, self._owner = tensors, arrived, owner
 
     def taken(self) -> list[Tensor]:
-        """On the current stream."""
+        """Return the tensors, once the current stream waits for their copy."""
         current = torch.cuda.current_stream(self._owner.device)
         current.wait_event(self._arrived)
         for tensor in self._tensors:
@@ -170,7 +169,7 @@ class _Arrival:
         return self._tensors
 
     def __del__(self) -> None:
-        # Or the next tensor in this memory would be written before the copy ends.
+        # Else the next tensor in this memory could be written before the copy ends.
         self._owner.wait_event(self._arrived)
 
 
@@ -192,21 +191,21 @@ class _Item:
                 tensor.record_stream(outward)  # its memory is not reused before the copy has read it
 
     def copied_back(self) -> _Arrival:
-        """Return device tensors on their way."""
+        """Start copying the item back and return its tensors."""
         outward, inward = self._store.streams(self._device)
         current = torch.cuda.current_stream(self._device)
-        # Memory of the stream that computes: of the one that copies, neither could use what the other has left.
+        # Allocated on the stream that computes: memory of the copy stream could not be reused for anything else.
         with memory_label("kept inputs"):
             tensors = [torch.empty_strided(*layout[:2], dtype=layout[2], device=self._device) for layout in self._layouts]
         inward.wait_stream(outward)
-        inward.wait_stream(current)  # which may still work on what was there before
+        inward.wait_stream(current)  # which may still be using this memory
         with torch.cuda.stream(inward):
             for tensor, view in zip(tensors, self._views(), strict=True):
                 tensor.copy_(view, non_blocking=True)
         return _Arrival(tensors, inward.record_event(), current)
 
     def _views(self) -> list[Tensor]:
-        """The buffers as tensors of the stored layouts: a kernel given other strides may round differently."""
+        """Return the buffers as tensors of the stored layouts: a kernel given other strides may round differently."""
         return [
             buffer[: shape.numel() * dtype.itemsize].view(dtype).as_strided(shape, stride)
             for buffer, (shape, stride, dtype) in zip(self._buffers, self._layouts, strict=True)
@@ -221,7 +220,7 @@ def _shortage(wanted_bytes: int, held_bytes: int) -> str:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """A tensor without gaps in memory and with the strides of this one where it has none itself; values do not matter."""
+    """Return an empty tensor of this one's shape and order of strides, without gaps in memory."""
     return torch.empty_like(tensor, device="meta")
 
 

@@ -20,12 +20,12 @@ from streamgrad.ops.memory_label import labelled, relabel
 
 
 def spans(length: int, chunk_size: int) -> list[tuple[int, int]]:
-    """`[(0, c), (c, 2c), ...]` up to `length`; the last one may be shorter."""
+    """Return `[(0, c), (c, 2c), ...]` up to `length`; the last span may be shorter."""
     return [(start, min(start + chunk_size, length)) for start in range(0, length, chunk_size)]
 
 
 def with_dense_rows(tensor_BHLD: Tensor) -> Tensor:
-    """Kernels read a head's values as consecutive; called below scaled_dot_product_attention, they do not check it."""
+    """Return the tensor with each head's values consecutive in memory, which kernels assume and do not check."""
     return tensor_BHLD if tensor_BHLD.stride(-1) == 1 else tensor_BHLD.contiguous()
 
 
@@ -50,7 +50,7 @@ class KeyValueStream:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """Keys and values, (B, G, T, D) each."""
+        """Return keys and values, (B, G, T, D) each."""
         assert self._tensors is not None, "no chunk has written its keys yet"
         return self._tensors
 
@@ -65,13 +65,13 @@ class KeyValueStream:
             full[:, :, start:stop] = own.detach()
 
     def read(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """Views of keys and values `[first, last)`."""
+        """Return views of the keys and values `[first, last)`."""
         key_BGTD, value_BGTD = self.tensors
         return key_BGTD[:, :, first:last], value_BGTD[:, :, first:last]
 
     @labelled("keys and values")
     def deposit(self, first: int, last: int, dkey_BGSD: Tensor, dvalue_BGSD: Tensor) -> None:
-        """Add what some queries owe to keys and values `[first, last)`; the tensors are the stream's from now on."""
+        """Add gradients of the keys and values `[first, last)`; the stream may keep and overwrite the tensors."""
         terms = dkey_BGSD, dvalue_BGSD
         if self._gradients is None and last - first == self.length:
             self._gradients = terms  # the first term of every key is the sum so far
@@ -86,7 +86,7 @@ class KeyValueStream:
 
     @labelled("keys and values")
     def collect(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return the sums for `[start, stop)` in the dtype of keys and values; complete once no later chunk is left."""
+        """Return the sums for `[start, stop)` in the dtype of keys and values, complete once every later chunk has run."""
         assert self._gradients is not None, "nothing was deposited"
         dkey, dvalue = (
             total[:, :, start:stop].to(tensor.dtype) for total, tensor in zip(self._gradients, self.tensors, strict=True)
@@ -100,7 +100,7 @@ class KeyValueStream:
 
 @dataclass
 class Attended:
-    """What attention of one chunk made, and all that its backward needs beside queries, keys and values."""
+    """The results of one chunk's attention: all that its backward needs beside queries, keys and values."""
 
     out_BHLD: Tensor
     lse_BHL: Tensor
@@ -117,15 +117,15 @@ class LayerChunk:
 
     @property
     def inputs(self) -> list[Tensor]:
-        """Leaves of the chunk's graph."""
+        """Return the leaves of the chunk's graph."""
         return []
 
     def outputs(self) -> list[tuple[Tensor, Tensor]]:
-        """Each with its gradient."""
+        """Return the chunk's outputs, each with its gradient."""
         return []
 
     def settle(self) -> None:
-        """Backward has gone through the chunk."""
+        """Note that backward has gone through the chunk."""
 
     def release(self) -> None:
         """Drop the tensors that tie a finished chunk to its graph."""
@@ -135,8 +135,8 @@ class LayerChunk:
 class Chunk(LayerChunk):
     """Cache and mask of one layer call over `[start, stop)`; see the module's docstring.
 
-    The span counts tokens of this process, which is what the layer's arguments are cut to. `span` counts tokens of the sequence,
-    which is what keys and masks go by: where ranks share a sequence, their chunks are together one chunk of it.
+    `start` and `stop` count tokens of this process, to which the layer's arguments are cut. `span` counts tokens of the sequence,
+    by which keys and masks are addressed: where ranks share a sequence, their chunks together are one chunk of it.
     """
 
     start: int
@@ -157,7 +157,7 @@ class Chunk(LayerChunk):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """The cache seam: hand what is to be cached straight back. It may not be keys and values yet (latent attention)."""
+        """Return what is to be cached unchanged, as the layer's cache. It may not be keys and values yet (latent attention)."""
         if self.cached is not None:
             raise SeamError("its attention writes keys and values more than once a layer")
         self._check_tokens(key_states)
@@ -165,7 +165,7 @@ class Chunk(LayerChunk):
         return key_states, value_states
 
     def receive(self, key_BGLD: Tensor, value_BGLD: Tensor) -> None:
-        """The attention seam: the chunk's own keys and values, as attention is called with them, go into the stream."""
+        """Write the chunk's own keys and values, as attention is called with them, into the stream."""
         self._check_tokens(key_BGLD)
         self.attention_calls += 1
         self.own = key_BGLD, value_BGLD
@@ -190,7 +190,7 @@ class Chunk(LayerChunk):
         return self.span == (0, self.stream.length)
 
     def check_finished(self) -> None:
-        """A layer that went around either seam has mixed tokens in a way the stream does not know."""
+        """Raise for a layer that went around either seam: it mixed tokens in a way the stream does not know."""
         if self.cached is None:
             raise SeamError("its layer never called past_key_values.update(key, value, layer_idx)")
         if self.attention_calls != 1:

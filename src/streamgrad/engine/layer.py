@@ -87,12 +87,12 @@ class StreamedCall:
             return self._with_ordinary_graph(h_BTE)
         parameters = trainable_parameters(self.layer) if torch.is_grad_enabled() else []
         if not torch.is_grad_enabled() or not (h_BTE.requires_grad or parameters):
-            # Not under no_grad: nothing here needs a gradient, so there is no graph, unless the layer reads what is not its own.
+            # Without no_grad: a layer that reads a foreign parameter makes a graph here, and `check_leaves` then refuses it.
             return tuple(_forward(self, h_BTE, self.random_tape(h_BTE), None, None)[0])
         return _StreamedLayer.apply(self, h_BTE, *parameters)
 
     def _with_ordinary_graph(self, h_BTE: Tensor) -> tuple[Tensor, ...]:
-        """The sequence as one chunk whose graph autograd keeps: nothing is run again."""
+        """Run the sequence as one chunk whose graph autograd keeps, so that nothing is run again."""
         chunk = self.chunk((0, h_BTE.shape[1]), self.new_stream(h_BTE.shape[1]))
         out_BTE = self.run(h_BTE, chunk)
         chunk.check_finished()
@@ -113,7 +113,7 @@ class StreamedCall:
         return spans(length, self.chunk_size)
 
     def spans_to_restore(self, length: int) -> list[tuple[int, int]]:
-        """Spans of the chunks that recompute keys when none were kept."""
+        """Return the spans of the chunks that recompute keys when none were kept."""
         return self.spans(length)
 
     def kept(self, h_BTE: Tensor) -> Saved:
@@ -127,15 +127,15 @@ class StreamedCall:
         return Chunk(*span, stream=stream, mask=self.mask, backends=self.backends, sharing=self.sharing, **options)
 
     def new_stream(self, length: int, tensors: tuple[Tensor, Tensor] | None = None) -> KeyValueStream:
-        """For the whole sequence of which this process has `length` tokens."""
+        """Return a stream for the whole sequence, of which this process has `length` tokens."""
         return KeyValueStream(self.sharing.ranks * length, tensors)
 
     def trial(self) -> Trial:
-        """Return what shows, before the first step in chunks, whether chunks give what the whole sequence would."""
+        """Return the test, run before the first step in chunks, that chunks give what the whole sequence gives."""
         return Trial(self.layer, self.name, self._run_alone, self.adapters, self.forward, self.chunk_size)
 
     def _run_alone(self, h_BNE: Tensor, parts: Sequence[Span]) -> Tensor:
-        """Run the layer on parts of few tokens, each of which sees itself only."""
+        """Run the layer on parts of few tokens, each of which sees only itself."""
         outputs = []
         for span in parts:
             chunk = LoneTokens(*span)
@@ -179,7 +179,7 @@ class _StreamedLayer(torch.autograd.Function):
     @_named_in_errors
     @labelled("activations")
     def backward(ctx: Any, *gradients_BT: Tensor) -> tuple[Tensor | None, ...]:
-        reader = ctx.kept.reader(ctx)  # which raises where backward has run before
+        reader = ctx.kept.reader(ctx)  # raises if backward has run before
         call: StreamedCall = ctx.call
         guard: RerunGuard = ctx.guard
         guard.check_unchanged()
@@ -199,7 +199,7 @@ class _StreamedLayer(torch.autograd.Function):
                 guard.note_again(index, out_BLE)
                 if index == len(chunks) - 1:
                     check_leaves(out_BLE, [h_BLE, *accumulators.tensors, *chunk.inputs], call.name)
-                # None where a layer's only trainable parameter is one it does not use.
+                # No output is left if the layer does not use its only trainable parameter.
                 made = zip([out_BLE, *chunk.recorded], gradients_BT, strict=True)
                 outputs = [*((output, whole[:, start:stop]) for output, whole in made), *chunk.outputs()]
                 outputs = [(output, gradient) for output, gradient in outputs if output.requires_grad]
@@ -213,11 +213,11 @@ class _StreamedLayer(torch.autograd.Function):
                         with memory_label("hidden states"):
                             dh_BTE = h_BLE.new_empty(ctx.h_shape) if dh_BTE is None else dh_BTE
                         dh_BTE[:, start:stop] = gradient_of_input(h_BLE, call.layer)
-                # Else they would be held, with their gradients, while the next chunk runs.
+                # Free them and their gradients before the next chunk runs.
                 del h_BLE, attended, chunk, out_BLE, made, outputs
         guard.check_outcome_later(in_16_bits=ctx.autocast.enabled or ctx.h_dtype.itemsize == 2)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            # A program may hold on to its last loss, and with it to this node.
+            # A program may hold on to its last loss, and through it to this node.
             ctx.kept.release()
             ctx.call = ctx.guard = None
         return None, dh_BTE, *accumulators.take_gradients()
@@ -231,7 +231,7 @@ def _forward(
 
     `guard` and `kept` are told of each chunk where a backward pass follows.
     """
-    h_BTE = h_BTE.detach()  # or chunks would claim to need a gradient, and hooks on submodules would believe them
+    h_BTE = h_BTE.detach()  # else chunks would require a gradient, and hooks on submodules would see that
     stream = call.new_stream(h_BTE.shape[1])
     outputs_BT: list[Tensor] = []
     buffers = list(call.layer.buffers())
@@ -265,7 +265,7 @@ def _forward(
 
 
 def _restore_stream(call: StreamedCall, tape: RandomTape, reader: Reader, length: int) -> KeyValueStream:
-    """Keys and values of the whole sequence, as kept or by running every chunk up to its keys."""
+    """Return the keys and values of the whole sequence, as kept or by running every chunk up to its keys."""
     if reader.has_attention:
         return call.new_stream(length, reader.keys_and_values())
     stream = call.new_stream(length)

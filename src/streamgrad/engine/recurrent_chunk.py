@@ -51,7 +51,7 @@ class RecurrentChunk(LayerChunk):
     stream: RecurrentStates
     stop_after_write: bool = False
     in_backward: bool = False
-    ignores_padding: bool = False  # or a trial's random tokens would be set to zero, as padding is
+    ignores_padding: bool = False  # so that a trial's random tokens are not set to zero, as padding is
     given: States = field(init=False, repr=False)
     read: set[tuple[str, int]] = field(default_factory=set, repr=False)
     written: States = field(default_factory=dict, repr=False)
@@ -77,13 +77,13 @@ class RecurrentChunk(LayerChunk):
         return self.start > 0
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """Return True: else layers would take a single token for a decoding step, which overwrites states."""
+        """Return True, so that layers do not take a single token for a decoding step, which overwrites states."""
         return True
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
     ) -> Tensor:
-        """Return the inputs of a convolution, preceded by those before the chunk; the last ones are the new state."""
+        """Return a convolution's inputs, preceded by the last ones before the chunk; write the last of all as the new state."""
         if conv_kernel_size is None:
             raise SeamError("its layers call update_conv_state without conv_kernel_size")
         before = self._read("conv", state_idx)
@@ -147,7 +147,7 @@ class RecurrentCall(StreamedCall):
     names: set[tuple[str, int]] = field(default_factory=set)
 
     def spans(self, length: int) -> list[tuple[int, int]]:
-        """Return spans of two tokens or more, as layers have other code for one; a sequence of one token is one span."""
+        """Return spans of two tokens or more, as layers run other code for one; a sequence of one token is one span."""
         found = spans(length, max(2, self.chunk_size))
         if len(found) > 1 and found[-1][1] - found[-1][0] == 1:
             found[-2:] = [(found[-2][0], found[-1][1])]

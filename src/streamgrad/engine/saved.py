@@ -1,7 +1,7 @@
 """What one layer keeps between forward and backward, on the device or in host memory.
 
-Always its input; where attention is kept, also keys and values of the whole sequence and each chunk's attention output and
-log-sum-exp. On the host everything lies chunk by chunk, so that backward holds the chunk at work and the next one only.
+Its input is always kept; with attention, so are keys and values of the whole sequence and each chunk's attention output and
+log-sum-exp. On the host everything lies chunk by chunk, so that backward holds only the chunk at work and the next one.
 
 Shapes: B batch, T sequence, L chunk, E model width.
 """
@@ -21,37 +21,37 @@ Span = tuple[int, int]
 
 
 class Saved(Protocol):
-    """Written chunk by chunk in forward."""
+    """What is kept, written chunk by chunk in forward."""
 
     def note(self, index: int, attended: Attended | None) -> None:
-        """Chunk `index` has run; `attended` is None where its attention is not kept."""
+        """Keep what chunk `index`, which has run, leaves; `attended` is None where attention is not kept."""
         ...
 
     def finish(self, ctx: Any, keys_and_values: tuple[Tensor, Tensor]) -> None:
-        """All chunks have run; leave what backward needs with `ctx`."""
+        """Leave what backward needs with `ctx`, once all chunks have run."""
         ...
 
     def reader(self, ctx: Any) -> Reader: ...
 
     def release(self) -> None:
-        """Backward has run and will not run again."""
+        """Free everything: backward has run and will not run again."""
         ...
 
 
 class Reader(Protocol):
-    """Read in backward: keys and values or else the first chunks in order, and then all chunks in reverse order."""
+    """What was kept, read in backward: first keys and values, or the first chunks in order; then all chunks in reverse order."""
 
     has_attention: bool
 
     def keys_and_values(self) -> tuple[Tensor, Tensor]: ...
 
     def chunk(self, index: int) -> tuple[Tensor, Attended | None]:
-        """The layer's input for a chunk, and what is kept of its attention."""
+        """Return the layer's input for a chunk, and what is kept of its attention."""
         ...
 
 
 class SavedOnDevice:
-    """In autograd's own care: freed, and checked for changes in place, as any saved tensor."""
+    """Kept by autograd: freed, and checked for changes in place, like any saved tensor."""
 
     def __init__(self, h_BTE: Tensor, spans: Sequence[Span]) -> None:
         self._tensors, self._spans = [h_BTE], spans
@@ -73,12 +73,12 @@ class SavedOnDevice:
         return _DeviceReader([tensor.detach() for tensor in ctx.saved_tensors], self._spans)
 
     def release(self) -> None:
-        """Autograd does."""
+        """Do nothing: autograd frees what it saved."""
 
 
 @labelled("keys and values")
 def _alone(tensor: Tensor) -> Tensor:
-    """Return a copy where the tensor is a slice: one of a projection of queries, keys and values would keep all of it."""
+    """Return a copy if the tensor is a slice: a slice of a joint projection of queries, keys and values keeps all of it alive."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
@@ -98,7 +98,7 @@ class _DeviceReader:
 
 
 class SavedOnHost:
-    """On a shelf of the model's host store; `first` chunks of those are read before all are read in reverse order."""
+    """Kept on a shelf of the model's host store; the `first` chunks are read in order before all are read in reverse order."""
 
     def __init__(self, h_BTE: Tensor, spans: Sequence[Span], first: int, store: HostStore) -> None:
         self._h_BTE: Tensor | None = h_BTE.detach()
