@@ -19,7 +19,7 @@ from typing import Any
 
 from streamgrad.engine.policy import LayerPolicy
 
-# Keys before its own that a chunk's backward looks at together; what kernels make for their keys then has a bound.
+# The most earlier keys that a chunk's backward takes in one call, which bounds what kernels allocate for their keys.
 KEYS_AT_ONCE = 32_768
 
 COMPONENTS = (
@@ -59,7 +59,7 @@ class LayerCosts:
 
     @property
     def workspace(self) -> float:
-        """Bytes a key that attention's backward takes for itself.
+        """Return the bytes a key that attention's backward takes for itself.
 
         Where several query heads share a key, kernels make gradients of keys and values for every QUERY head.
         """
@@ -77,7 +77,7 @@ class LayerProfile:
     projection_flops: float  # of the part of forward that makes queries, keys and values
     query_heads: int
     head_size: int
-    positions: float  # bytes of what there is beside its input when it is called: positions, and all sets of rotary angles
+    positions: float  # bytes beside its input when it is called: positions, and all sets of rotary angles
 
 
 @dataclass(frozen=True)

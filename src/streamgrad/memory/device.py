@@ -11,8 +11,10 @@ from streamgrad.memory.planner import HOST_SHARE, MARGIN, MARGIN_IN_FIXED_SEGMEN
 
 
 def device_memory(device: torch.device) -> tuple[int, float]:
-    """Bytes of this process's tensors on a CUDA device, and what they may grow to: all that the process has now and what is free,
-    within its own limit if it has one."""
+    """Return the bytes of this process's tensors on a CUDA device, and the most that they may grow to.
+
+    The latter is what the process has reserved and what is free, within the process's own limit if it has one.
+    """
     if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     # `memory_allocated` and `memory_reserved` flatten hundreds of numbers each, while a device may wait for its next kernel.
@@ -24,34 +26,34 @@ def device_memory(device: torch.device) -> tuple[int, float]:
 
 
 def segments_grow() -> bool:
-    """Whether torch's allocator was told to extend its segments where it can, by its environment variable.
+    """Return whether the environment tells torch's allocator to extend its segments.
 
-    Else blocks are carved out of segments of fixed sizes, and what remains of one is often too small for the next tensor.
+    If not, blocks are cut from segments of fixed sizes, and what remains of one is often too small for the next tensor.
     """
     return "expandable_segments:true" in allocator_settings().replace(" ", "").lower()
 
 
 def allocator_settings() -> str:
-    """The environment variable that torch's allocator reads; the older name counts where the newer is not set."""
+    """Return the environment variable that torch's allocator reads: the newer name, or the older if that is not set."""
     return os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
 
 
 def usable_share() -> float:
-    """Share of a process's device memory that a plan may fill; the rest is for fragments."""
+    """Return the share of a process's device memory that a plan may fill; the rest is for fragments."""
     return 1.0 - (MARGIN if segments_grow() else MARGIN_IN_FIXED_SEGMENTS)
 
 
 def host_budget_bytes(*, held_bytes: int) -> float:
-    """What this process may take of the host's memory, `held_bytes` of which it has already.
+    """Return the host memory that this process may use, including the `held_bytes` that it has already.
 
-    Shared evenly between the processes that a launcher has started on this machine.
+    It is shared evenly between the processes that a launcher has started on this machine.
     """
     processes = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     return held_bytes + HOST_SHARE * available_host_bytes() / processes
 
 
 def available_host_bytes() -> float:
-    """The kernel's estimate of what can be allocated, within the limit of the control group if there is one."""
+    """Return the kernel's estimate of what can be allocated, within the limit of the control group if there is one."""
     available = float("inf")
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():

@@ -48,7 +48,7 @@ def rank_bytes(
     gradient_size: int = 2,
     optimizer_size: int = 12,
 ) -> RankBytes:
-    """Bytes on one of `ranks` ranks, for numbers of parameters as in the module's table.
+    """Return the bytes on one of `ranks` ranks, for numbers of parameters as in the module's table.
 
     Args:
         parameters, trainable: of the whole model; with LoRA, `trainable` counts the adapters.
@@ -77,7 +77,7 @@ def rank_bytes(
 
 
 def longest_sequence(peak_bytes: Callable[[int], float], budget_bytes: float, *, step: int = 100, limit: int = 1 << 24) -> int:
-    """The largest multiple of `step` tokens whose `peak_bytes(tokens)`, which grows with them, is within the budget, or 0."""
+    """Return the largest multiple of `step` tokens whose `peak_bytes(tokens)`, a growing function, fits the budget, or 0."""
     low, high = 0, limit // step
     while low < high:
         middle = (low + high + 1) // 2

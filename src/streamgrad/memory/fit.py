@@ -144,7 +144,7 @@ def copies_to_fp32(engine: str, itemsize: int) -> bool:
 
 
 def _optimizer_size(optimizer: str, itemsize: int, engine: str) -> int:
-    """Bytes per trainable parameter. AdamW has two moments: torch keeps them in the weights' dtype, DeepSpeed in fp32."""
+    """Return the state's bytes per trainable parameter; AdamW has two moments, in the weights' dtype or DeepSpeed's fp32."""
     if optimizer == "none":
         return 0
     copied = copies_to_fp32(engine, itemsize)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 
-# The budget for logits is one part in so many of what is free on a GPU: something else needs the rest.
+# Logits get one part in so many of what is free on a GPU; the rest is for everything else.
 FREE_SHARE = 8
 SHORTEST_CHUNK, LONGEST_CHUNK, CHUNK_MULTIPLE = 256, 4096, 128
 
 
 def head_chunk_within(budget_bytes: int, tokens: int, vocabulary: int, itemsize: int) -> int:
-    """Tokens a chunk, for `vocabulary * itemsize` bytes of logits a token: as many as the budget holds, chunks of equal length.
+    """Return the tokens a chunk, of `vocabulary * itemsize` bytes of logits each: as many as fit, in chunks of equal length.
 
-    Whatever the budget is, chunks have 256 tokens at least, or the GEMMs would wait for the weight to be read, and 4096 at most,
+    Whatever the budget, a chunk has at least 256 tokens, below which GEMMs wait for the weight to be read, and at most 4096,
     beyond which they gain nothing.
     """
     longest = min(max(budget_bytes // (vocabulary * itemsize), SHORTEST_CHUNK), LONGEST_CHUNK)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """`with LiveBytes() as live: ...; live.peak_bytes` is the most that tensors made inside the block held at one time.
+    """Count within a block: `live.peak_bytes` is the most that tensors made inside `with LiveBytes() as live:` held at a time.
 
     `largest` is the shape and size of the biggest single storage made inside the block.
     """
@@ -64,7 +64,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def peak_bytes_of(function: Any, device: torch.device) -> tuple[Any, int]:
-    """`(function(), peak bytes it held above what was there before)`, by the allocator on CUDA and by counting elsewhere."""
+    """Return `(function(), peak bytes above those held before)`, by the allocator on CUDA and by counting elsewhere."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)

@@ -38,14 +38,14 @@ def measured_costs(
     recurrent: bool = False,
 ) -> LayerCosts:
     """Measure the layer whose chunks `run` computes (see `StreamedCall`) on the first tokens of `h_BTE`."""
-    # Scans over states work on blocks of 64 to 256 tokens, which they fill up: of fewer, two lengths would differ by nothing.
+    # Scans over states pad their tokens to blocks of 64 to 256: two lengths within one block would cost the same.
     wanted = 2 * PROBED_TOKENS if recurrent else PROBED_TOKENS
     tokens = min(wanted, h_BTE.shape[1])
     trial = _Trial(layer, run, mask, backends, sharing, recurrent)
     counted = trial(h_BTE[:, :tokens])
     states = counted.states
     if tokens > 1 and (tokens == wanted or not recurrent):
-        # The difference of two lengths: what does not grow with tokens, as weights that autocast has cast, is no cost of a token.
+        # The difference of two lengths leaves out what does not grow with tokens, such as weights that autocast has cast.
         counted = counted.less(trial(h_BTE[:, : tokens // 2]))
         tokens -= tokens // 2
     count = h_BTE.shape[0] * tokens
@@ -85,7 +85,7 @@ class _Counted:
 
 
 class _WatchedStream(KeyValueStream):
-    """One that is longer than the chunk, as in a sequence of chunks; it notes what is alive when gradients are deposited."""
+    """A stream longer than its chunk, as in a sequence of chunks, that notes what is alive when gradients are deposited."""
 
     def __init__(self, length: int, live: LiveBytes) -> None:
         super().__init__(length)
@@ -97,7 +97,7 @@ class _WatchedStream(KeyValueStream):
         self._gradients = dkey_BGSD, dvalue_BGSD
 
     def collect(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return zeros of the right shape: deposits may be for other keys than the chunk's own, as where rows are padded."""
+        """Return zeros of the right shape: in padded rows, deposits may be for keys other than the chunk's own."""
         self._gradients = None
         key_BGLD, value_BGLD = self.read(start, stop)
         return torch.zeros_like(key_BGLD), torch.zeros_like(value_BGLD)
@@ -113,7 +113,7 @@ class _Trial:
     recurrent: bool
 
     def __call__(self, h_BLE: Tensor) -> _Counted:
-        """Two runs: a hook on what is saved lets it live longer than it would."""
+        """Count in two runs: the hook that counts what is saved also keeps it alive longer, which would raise the peak."""
         h_BLE = h_BLE.detach().clone().requires_grad_()
         autocast = Autocast(h_BLE.device.type)
         with torch.random.fork_rng(devices=[h_BLE.device] if h_BLE.device.type == "cuda" else []), torch.enable_grad():
@@ -141,13 +141,13 @@ class _Trial:
         }
 
     def _alive(self, h_BLE: Tensor) -> tuple[int, int]:
-        """The most that there was, and what there was when attention's backward had run."""
+        """Return the peak of the live bytes, and the live bytes when attention's backward had run."""
         dout_BLE = torch.zeros_like(h_BLE)
         with own_graph(), LiveBytes() as live, torch.autograd.set_multithreading_enabled(False):
             chunk = self._chunk(h_BLE, live)
             out_BLE = self.run(h_BLE, chunk)
             chunk.release()
-            # For the input alone: gradients of parameters would be seen by hooks, and are counted on their own.
+            # Differentiate by the input alone: hooks would see gradients of parameters, which are counted separately.
             torch.autograd.grad(out_BLE, h_BLE, dout_BLE.to(out_BLE.dtype))
         return live.peak_bytes, chunk.stream.bytes_at_deposit if isinstance(chunk.stream, _WatchedStream) else 0
 

@@ -68,13 +68,13 @@ class Workload:
         return sum_of(self.always, {"other": self.tokens * self.shape.profile.positions})
 
     def gradients(self, finished_layers: int) -> float:
-        """Bytes of the gradients of the head and of the last layers, at their final size."""
+        """Return the bytes of the gradients of the head and of the last layers, at their final size."""
         shape = self.shape
         return self.gradient_share * shape.itemsize * (shape.head_trainable + finished_layers * shape.layer_trainable)
 
     @property
     def embedding_gradient_bytes(self) -> float:
-        """Bytes of the embeddings' gradient. Where the head is tied to them, it exists beside the head's."""
+        """Return the bytes of the embeddings' gradient, which exists beside the head's even where the two are tied."""
         shape = self.shape
         return shape.itemsize * (shape.head_trainable if shape.tied else shape.outside_trainable - shape.head_trainable)
 

@@ -23,7 +23,7 @@ from streamgrad.memory.costs import LayerCosts, Shape, embedding_parts, head_par
 
 # Share of the free memory that is left for fragments: where the allocator's segments can grow, and where they cannot.
 MARGIN, MARGIN_IN_FIXED_SEGMENTS = 0.05, 0.1
-# Over what a layer and the head hold while they work, for what is not foreseen.
+# Factor on what a layer and the head hold while they work, for what is not foreseen.
 UNFORESEEN = 1.03
 # Share of the available host memory that plans use; the rest is for the program itself and for the kernel.
 HOST_SHARE = 0.85
@@ -35,7 +35,7 @@ USUAL_CHUNK = 8192
 
 
 def readable(count: float) -> str:
-    """Bytes in GiB, or in MiB where there are few."""
+    """Return bytes as text in GiB, or in MiB where there are few."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
@@ -73,7 +73,7 @@ class Plan:
 
 
 def predicted_peak(step: Step, policies: Sequence[LayerPolicy], chunk_sizes: Sequence[int]) -> float:
-    """Device bytes in the largest phase: when the head works, in the backward pass of one of the layers, or at its end."""
+    """Return the device bytes of the largest phase: the head's work, a layer's backward pass, or the end of backward."""
     around, at_head = _held_around(step, policies)
     work = {each: _worst_in_layer(step.costs, step.shape, *each) for each in set(zip(policies, chunk_sizes, strict=True))}
     gradients = step.resident_bytes + step.head_gradient_bytes + step.layers * step.layer_gradient_bytes
@@ -85,7 +85,7 @@ def predicted_peak(step: Step, policies: Sequence[LayerPolicy], chunk_sizes: Seq
 
 
 def _held_around(step: Step, policies: Sequence[LayerPolicy]) -> tuple[list[float], float]:
-    """Bytes beside each layer when its backward runs, and bytes beside the head when it works."""
+    """Return the bytes held beside each layer when its backward runs, and beside the head when it works."""
     kept = {policy: 0.0 if policy.on_host else _kept_bytes(step, policy) for policy in set(policies)}
     below, held = step.resident_bytes + (step.leaf_bytes if policies[0].on_host else 0.0), []
     for finished, policy in zip(range(step.layers - 1, -1, -1), policies, strict=True):
@@ -108,7 +108,7 @@ def host_bytes(step: Step, policies: Sequence[LayerPolicy]) -> float:
 
 
 def regular_chunk(batch: int, sequence: int, tokens: int) -> int:
-    """The size of chunks of at most `tokens` tokens of a batch.
+    """Return the size of chunks of at most `tokens` tokens of a batch.
 
     It does not follow the length of the sequence, so that most chunks of most sequences have the same few shapes: some kernels
     are prepared for each shape.
@@ -117,7 +117,7 @@ def regular_chunk(batch: int, sequence: int, tokens: int) -> int:
 
 
 def automatic_chunk(batch: int, sequence: int) -> int:
-    """The size of a layer's chunks where nothing is known about memory."""
+    """Return the size of a layer's chunks where nothing is known about memory."""
     return regular_chunk(batch, sequence, USUAL_CHUNK)
 
 
@@ -140,15 +140,15 @@ class Budget:
 
 @functools.lru_cache(maxsize=64)
 def choose_plan(step: Step, choices: Choices, budget: Budget) -> tuple[Plan, bool]:
-    """The fastest plan within the budget, and whether there is one; if there is none, the smallest plan there is."""
+    """Return the fastest plan within the budget and True, or the smallest plan of all and False."""
     tokens, chunk_size = (*LARGE_CHUNKS, *SMALL_CHUNKS), choices.chunk_size
     descending = [chunk_size] if chunk_size else [regular_chunk(step.shape.rows, step.shape.sequence, n) for n in tokens]
-    # Every layer takes the largest chunks that it has room for. What matters is which it takes at worst.
+    # Every layer takes the largest chunks that it has room for; tried here is the size that a layer without room takes.
     worst_sizes = [chunk_size] if chunk_size else list(dict.fromkeys(descending[len(LARGE_CHUNKS) - 1 :]))
 
     @functools.cache
     def room(policy: LayerPolicy) -> list[tuple[int, float]]:
-        """By the size of its chunks, from large to small: what there may be beside a layer."""
+        """Return what may be held beside a layer, by the size of its chunks, from large to small."""
         return [(size, budget.device_bytes - _worst_in_layer(step.costs, step.shape, policy, size)) for size in descending]
 
     smallest: Plan | None = None
@@ -167,11 +167,11 @@ def choose_plan(step: Step, choices: Choices, budget: Budget) -> tuple[Plan, boo
 def _chunk_sizes(
     step: Step, policies: Sequence[LayerPolicy], worst: int, room: Callable[[LayerPolicy], list[tuple[int, float]]]
 ) -> tuple[int, ...]:
-    """The chunk size of each layer: the largest that it has room for, or `worst`, room or not.
+    """Return the chunk size of each layer: the largest that it has room for, or else `worst`.
 
-    There is most room in the last layers, before gradients have come together, or where there are few of those in the first ones,
-    whose successors have given back what they kept. Layers that keep on the host have one size together: buffers there are as
-    long as a chunk, and are handed from layer to layer, step to step and length to length.
+    Backward runs from the last layer to the first. Gradients collect on the way, so the last layers have the most room; where few
+    parameters train, the first layers have, since later ones have freed what they kept. Layers that keep on the host share one
+    size: host buffers are as long as a chunk and are reused between layers, steps and lengths.
     """
     around, _ = _held_around(step, policies)
     sizes = [
@@ -183,7 +183,7 @@ def _chunk_sizes(
 
 
 def _candidates(step: Step, choices: Choices, host_budget_bytes: float) -> Iterator[list[LayerPolicy]]:
-    """Plans that the choices allow, the fastest first."""
+    """Yield the plans that the choices allow, the fastest first."""
     layers, keep, offload = step.layers, choices.keep, choices.offload
     everything, attention, inputs = LayerPolicy("all"), LayerPolicy("attention"), LayerPolicy("input")
     inputs_away = LayerPolicy("input", on_host=True)
@@ -214,12 +214,12 @@ def _candidates(step: Step, choices: Choices, host_budget_bytes: float) -> Itera
 
 
 def _on_host(step: Step, layers: int, keep: str, host_budget_bytes: float) -> list[LayerPolicy]:
-    """The first `layers` layers in host memory, with attention as far as that goes."""
+    """Return the policies of the first `layers` layers, kept in host memory, with attention for as many as it holds."""
     attention, inputs = LayerPolicy("attention", on_host=True), LayerPolicy("input", on_host=True)
     if keep == "attention":
         return [attention] * layers
     spare = host_budget_bytes - layers * _kept_bytes(step, inputs)
-    # Bounded before it is a whole number: a host may have no known limit.
+    # Bounded before it is rounded: a host without a known limit is infinite.
     with_attention = int(min(layers, max(0.0, spare / (_kept_bytes(step, attention) - _kept_bytes(step, inputs)))))
     return [inputs] * (layers - with_attention) + [attention] * with_attention
 
@@ -246,13 +246,13 @@ class HeadFacts:
     weight_bytes: float  # of the head, where they are not the decoder's
 
     def bytes_at_work(self, tokens: int) -> float:
-        """Bytes that the head holds while it works; there are no more targets than hidden states."""
+        """Return the bytes that the head holds while it works; there are no more targets than hidden states."""
         targets = min(self.targets, tokens)
         logits = 2 * min(targets, self.chunk_size) * self.vocabulary * self.itemsize
         return sum(head_parts(targets * self.width * self.itemsize, logits, self.trainable, self.itemsize).values())
 
     def bytes_at_embeddings(self, tokens: int) -> float:
-        """Bytes where backward reaches the embeddings, beside the gradients of the layers and the head."""
+        """Return the bytes where backward reaches the embeddings, beside the gradients of the layers and the head."""
         itemsize = self.embedding_itemsize
         sums, dense = max(4, itemsize) * self.width, self.embedding_gradient_bytes
         return sum(embedding_parts(tokens, self.width * itemsize, width_sum_bytes=sums, dense_bytes=dense).values())
@@ -260,7 +260,7 @@ class HeadFacts:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """Everything about the memory of a step but its length; `at(sequence)` is the step of that length."""
+    """The memory of a step without its length; `at(sequence)` is the step of that length."""
 
     costs: LayerCosts
     layers: int
@@ -288,7 +288,7 @@ class StepFacts:
 
 
 def longest_that_fits(facts: StepFacts, too_long: int, choices: Choices, budget: Budget) -> int:
-    """The longest sequence, shorter than `too_long` and to a percent or so, for which there is a plan; 0 where there is none."""
+    """Return the longest sequence below `too_long`, to a percent or so, for which there is a plan; 0 if there is none."""
     longest = 0
     while too_long - longest > max(1, too_long // 128):
         middle = (longest + too_long) // 2
