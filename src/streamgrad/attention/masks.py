@@ -109,7 +109,7 @@ class CausalMask:
 
     @cached_property
     def _rows(self) -> list[_Row]:
-        """Padding and documents of each row (one entry if all rows are alike), read in one copy from the device."""
+        """Return padding and documents of each row (one entry if all rows are alike), read in one copy from the device."""
         given = [tensor for tensor in (self.documents_BT, self.padding_BT) if tensor is not None]
         shape, device = torch.broadcast_shapes(*(tensor.shape for tensor in given)), given[0].device
         begins_BT, is_real_BT = torch.zeros(2, *shape, dtype=torch.bool, device=device).unbind(0)
@@ -217,7 +217,7 @@ class DenseMask:
 
     @cached_property
     def blind_BHT(self) -> Tensor | None:
-        """Queries from which an additive mask hides every key, not all by -inf; None if there are none."""
+        """Return the queries from which an additive mask hides every key, not all by -inf; None if there are none."""
         if self.values_BHTT.dtype == torch.bool:
             return None
         largest_BHT = self.values_BHTT.amax(dim=-1)
