@@ -122,7 +122,7 @@ class HeadGradients:
     @property
     @labelled("gradients")
     def weight_VE(self) -> Tensor | None:
-        """Sum of the weight's gradients: None if not asked for, zeros if there was no chunk."""
+        """Return the sum of the weight's gradients: None if not asked for, zeros if there was no chunk."""
         if self._weight_VE is None and self._wants_weight:
             return torch.zeros_like(self._head.weight_VE)
         return self._weight_VE
@@ -130,7 +130,7 @@ class HeadGradients:
     @property
     @labelled("gradients")
     def bias_V(self) -> Tensor | None:
-        """Sum of the bias's gradients, by the rules of `weight_VE`."""
+        """Return the sum of the bias's gradients, by the rules of `weight_VE`."""
         if self._bias_V is None and self._wants_bias and self._head.bias_V is not None:
             return torch.zeros_like(self._head.bias_V)
         return self._bias_V

@@ -59,7 +59,7 @@ class TargetRows:
 
     @cached_property
     def chunk_size(self) -> int:
-        """Tokens in a chunk; "auto" is decided when this is first read, by the memory that is free then."""
+        """Return the tokens in a chunk; "auto" is decided on the first read, by the memory that is free then."""
         if self._asked != "auto":
             return int(self._asked)
         device = self.targets_N.device
@@ -81,7 +81,7 @@ class TargetRows:
 
     @property
     def skips_some(self) -> bool:
-        """Whether some tokens are in no chunk."""
+        """Return whether some tokens are in no chunk."""
         return self._rows_N is not None
 
     def chunks(self) -> Iterator[tuple[Tensor | slice, Tensor]]:
