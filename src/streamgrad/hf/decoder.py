@@ -52,7 +52,7 @@ from streamgrad.hf.step_plan import PlannedCall, Planner, Sample
 from streamgrad.memory.planner import HeadFacts, Plan
 from streamgrad.ops.autograd import in_transform
 
-# By the id of the mask a layer was given, which is held as well: no other can come to stand at its address.
+# Keyed by the id of the mask a layer was given; the mask is held too, so that no other can take its id.
 _Masks = dict[int, tuple[object, CausalMask | DenseMask]]
 
 
@@ -74,7 +74,7 @@ class DecoderStream:
 
 
 def decoder_forward(decoder: Any, stock: Callable[..., Any], stream: DecoderStream, *args: Any, **kwargs: Any) -> Any:
-    """Installed as the decoder's forward by `enable`."""
+    """Run the decoder streamed, or as it is where streaming has no use; `enable` installs this as its forward."""
     arguments = named_arguments(stock, args, kwargs)
     group = sequence_group(decoder, stream.group)
     name = type(decoder).__name__
@@ -122,7 +122,7 @@ def _streamed(decoder: Any, stock: Callable[..., Any], stream: DecoderStream, se
 
 
 def _should_stream(decoder: Any, stream: DecoderStream, arguments: dict[str, Any]) -> bool:
-    """With a graph, always. Without one, where it saves memory: a long input, no cache to be filled, no transform of it."""
+    """Return True with a graph. Without one, return whether it saves memory: a long input, no cache to fill, no transform."""
     if torch.is_grad_enabled():
         return True
     if in_transform():
@@ -154,7 +154,7 @@ def _refuse_what_needs_whole_layers(decoder: Any, arguments: dict[str, Any]) -> 
 
 
 def _drop_cache(arguments: dict[str, Any]) -> None:
-    """A cache filled while training would hold every key and value of every layer, with their graph."""
+    """Drop the cache: filled while training, it would hold every key and value of every layer, with their graph."""
     if arguments.pop("use_cache", None) or arguments.get("past_key_values") is not None:
         warnings.warn(
             "streamgrad: use_cache=True is ignored while gradients are computed; no past_key_values are returned.",
@@ -207,11 +207,11 @@ class _DecoderCall:
         self.plan: Plan | None = None
 
     def streamed_forward(self, index: int) -> Callable[..., Tensor | tuple[Tensor]]:
-        """The forward of layer `index`, streamed."""
+        """Return the streamed forward of layer `index`."""
         layer = self.layers[index]
 
         def streamed(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
-            # Not before the call: while a layer's modules are looked at, the device computes the one before.
+            # Done in the call, so that the device computes the previous layer meanwhile.
             modules = modules_of(layer)
             for reason in (*layer_refusals(modules), *foreign_attention(attention_configs(modules), layer)):
                 raise SeamError(reason)
@@ -232,7 +232,7 @@ class _DecoderCall:
                 run=run,
                 mask=mask,
                 backends=self.stream.backends,
-                # Tokens that ranks share lie in the order of their chunks, whatever a plan might find better.
+                # Tokens that ranks share lie in the order of their chunks, so the size is fixed, whatever the plan says.
                 chunk_size=self.sequences.sharing.chunk_size or self.plan.chunk_sizes[index],
                 policy=self.plan.policies[index],
                 host_store=self.stream.host_store,
@@ -260,13 +260,13 @@ class _DecoderCall:
 
     @cached_property
     def parameters(self) -> list[list[nn.Parameter]]:
-        """Parameters of each layer, looked for once a call: the device waits for the first layer meanwhile."""
+        """Return the parameters of each layer, found once a call: the device waits for the first layer meanwhile."""
         return [parameters_of(layer) for layer in self.layers]
 
     def _other_kinds(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Sample]:
-        """A layer of each kind but the first's, by class and sizes, with what the first layer was called with, but for its mask.
+        """Yield a layer of each other kind (class and sizes) than the first's, with the first layer's arguments but for its mask.
 
-        None where an engine has the parameters of a layer elsewhere until it is called, or where it takes other arguments.
+        Layers that take other arguments are left out; so are all where an engine has their parameters elsewhere until the call.
         """
         if isinstance(self.layers[0], FSDPModule) or any(map(is_partitioned, self.parameters[0])):
             return
@@ -289,7 +289,7 @@ class _DecoderCall:
         return self.masks[id(given)][1]
 
     def _make_plan(self, h_BTE: Tensor, samples: Iterable[Sample]) -> Plan:
-        """The plan of all layers; `samples` has a layer of each kind, ready to be measured."""
+        """Return the plan of all layers; `samples` has a layer of each kind, ready to be measured."""
         planner, stream, sharing = self.stream.planner, self.stream, self.sequences.sharing
         if not torch.is_grad_enabled() or not planner.must_measure(self.layers, h_BTE):
             return planner.plan_without_costs(len(self.layers), *h_BTE.shape[:2])

@@ -85,8 +85,10 @@ def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
 
 
 def layer_refusals(modules: list[nn.Module]) -> Iterator[str]:
-    """Why a layer with these modules cannot run in chunks: something mixes tokens outside of attention or depends on the whole
-    sequence, or an engine gathers the layer in parts, which it would do once a chunk, and ranks differ in their number of chunks.
+    """Yield why a layer with these modules cannot run in chunks.
+
+    Something in it mixes tokens outside of attention or depends on the whole sequence; or an engine gathers the layer in parts,
+    once a chunk, although ranks differ in their number of chunks.
     """
     layer, recurrent = modules[0], is_recurrent(modules)
     if isinstance(getattr(layer, "_orig_mod", None), nn.Module):
@@ -94,7 +96,7 @@ def layer_refusals(modules: list[nn.Module]) -> Iterator[str]:
     for module in modules:
         reason = _class_refusal(type(module))  # type: ignore[arg-type]
         if recurrent and isinstance(module, nn.Conv1d):
-            continue  # what it sees of earlier tokens is a state
+            continue  # it sees earlier tokens through a state
         if reason is not None and (module is not layer or not isinstance(module, FSDPModule)):
             yield reason.format(place=_place(layer, module), layer=type(layer).__name__)
         if follows_length(module):

@@ -74,7 +74,7 @@ def _has_sink(layer: nn.Module) -> bool:
 
 @functools.cache
 def _warn_of_blind_predictions() -> None:
-    """Warn, once: the cache remembers."""
+    """Warn, the first time only: later calls are answered by the cache."""
     warnings.warn(
         "streamgrad: some labels are predicted from tokens that see no key (with left padding, the first real token of each row "
         "is predicted from padding). Attention gives these tokens zeros, as SDPA does in the stock model. To leave such labels "

@@ -10,12 +10,12 @@ from typing import Any
 
 
 def packaged(name: str) -> dict[str, Any]:
-    """A JSON file that lies beside this module, without its note."""
+    """Return the contents of a JSON file beside this module, without its note."""
     return {key: value for key, value in json.loads((resources.files(__package__) / name).read_text()).items() if key != "note"}
 
 
 def presets() -> dict[str, dict[str, Any]]:
-    """Published shapes of real models, by name."""
+    """Return the published shapes of real models, by name."""
     return packaged("presets.json")
 
 
@@ -30,7 +30,7 @@ def preset(name: str) -> dict[str, Any]:
 
 
 def may_be_on_hub(name: str) -> bool:
-    """One word, or an owner and a word; a path begins otherwise or has more parts."""
+    """Return whether `name` is one word, or an owner and a word; a path begins otherwise or has more parts."""
     return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) is not None
 
 

@@ -46,7 +46,7 @@ _LEFT_BY_A_SHORTAGE = 0.7
 
 @dataclass(frozen=True)
 class Sample:
-    """One layer of a kind, which can be run, as in `StreamedCall`; without a mask where it is recurrent and has no attention."""
+    """One layer of a kind, ready to run as in `StreamedCall`; `mask` is None for a recurrent layer."""
 
     layer: nn.Module
     run: Callable[..., Tensor]
@@ -87,12 +87,12 @@ class Planner:
         return "From now on, steps are planned for less memory; streamgrad.disable and enable forget that."
 
     def chunk_size(self, batch: int, sequence: int) -> int:
-        """Tokens of a chunk where no budget decides it."""
+        """Return the tokens of a chunk where no budget decides it."""
         given = self.config.chunk_size
         return given if isinstance(given, int) else max(automatic_chunk(batch, sequence) >> self._shortages, 1)
 
     def must_measure(self, layers: list[nn.Module], h_BTE: Tensor) -> bool:
-        """Whether there is something to decide, and memory to decide it by."""
+        """Return whether the options leave something to decide, and the memory to decide it by is known."""
         config = self.config
         if config.budget_bytes is not None:
             return True
@@ -101,7 +101,7 @@ class Planner:
         return config.keep == "auto" or config.offload != "none" or config.chunk_size == "auto"
 
     def plan_without_costs(self, layers: int, batch: int, sequence: int) -> Plan:
-        """What the options say by themselves; a layer keeps its input where they leave it open."""
+        """Return the plan of the options alone; a layer keeps its input where they leave it open."""
         config = self.config
         keep = "input" if config.keep == "auto" else config.keep
         policy = LayerPolicy(keep, on_host=config.offload == "host" and keep != "all")
@@ -113,7 +113,7 @@ class Planner:
     def measured_costs(
         self, samples: Iterable[Sample], backends: list[Any], h_BTE: Tensor, sharing: SequenceSharing
     ) -> LayerCosts:
-        """The largest costs of any sample: every layer is taken for the largest. The first sample must be measurable."""
+        """Return the largest costs of any sample, by which every layer is planned. The first sample must be measurable."""
         kinds: list[LayerCosts] = []
         for sample in samples:
             try:
@@ -162,9 +162,9 @@ class Planner:
         return Choices(config.keep, config.offload if call.on_cuda else "none", given or call.sharing.chunk_size)
 
     def _memory_now(self, call: PlannedCall) -> tuple[float, Budget]:
-        """Bytes that are on the device already, and what a step may use.
+        """Return the bytes that are on the device already, and those that a step may use.
 
-        In round numbers, so that steps which are alike have the same plan, which then is found once.
+        They are rounded, so that steps which are alike share one plan, found once.
         """
         held, limit = device_memory(call.h_BTE.device) if call.on_cuda else (_bytes_of(call.decoder), float("inf"))
         resident = held - call.h_BTE.nbytes if call.on_cuda else held  # the first layer's input is among what layers keep
@@ -175,7 +175,7 @@ class Planner:
         return resident, Budget(-missing[0], -missing[1])
 
     def _refuse(self, facts: StepFacts, sequence: int, plan: Plan, choices: Choices, budget: Budget) -> None:
-        """Raise before the step starts where the user has named the limit; else the device has the last word."""
+        """Raise before the step starts if the host's memory or the user's own limit is too small; without a limit, try it."""
         shape = facts.at(sequence).shape
         if plan.host_bytes > budget.host_bytes:
             raise ValueError(
@@ -200,7 +200,7 @@ def _step_facts(call: PlannedCall, costs: LayerCosts, resident: float, budget: B
         layers=len(call.layer_parameters),
         rows=h_BTE.shape[0],
         position_bytes=h_BTE.nbytes / h_BTE.shape[1],
-        # Off CUDA nothing counts what is on the device, so that the head's weights are not among it.
+        # Off CUDA nothing counts what is on the device, so the head's weights are added here.
         resident_bytes=resident + (0.0 if call.on_cuda or call.head is None else call.head.weight_bytes),
         gradient_bytes=sum(parameter.nbytes for parameter in trained),
         input_is_leaf=h_BTE.is_leaf and h_BTE.requires_grad,
@@ -212,9 +212,9 @@ def _step_facts(call: PlannedCall, costs: LayerCosts, resident: float, budget: B
 def _give_segments(h_BTE: Tensor, count: int) -> None:
     """Let the allocator take a segment from the device for each of `count` hidden states that will be kept.
 
-    It would else carve them, one by one, out of larger blocks that are free for a moment, and what remains of such a block is too
-    small for the tensors it was taken for: fragments of a fifth of the memory, where layers keep their inputs alone. It helps
-    before a first step, and before a longer one than any so far; else such blocks are there, and nothing is lost by asking.
+    Without this it would cut them, one by one, from larger blocks that are free for a moment. What remains of such a block is too
+    small for the tensors it was made for: where layers keep only their inputs, fragments took a fifth of the memory. This helps
+    before the first step and before one longer than any so far; otherwise the segments are there already.
     """
     with suppress(torch.OutOfMemoryError):  # as much as there is
         held = [torch.empty_like(h_BTE) for _ in range(count)]
@@ -226,14 +226,14 @@ def _floor(count: float, unit: int) -> float:
 
 
 def _bytes_of(module: nn.Module) -> float:
-    """On a device whose allocator keeps no count: the module's weights and the gradients they have."""
+    """Return the bytes of a module's weights and gradients, for a device whose allocator keeps no count."""
     tensors = [*module.parameters(), *module.buffers()]
     return sum(tensor.nbytes + (0 if tensor.grad is None else tensor.grad.nbytes) for tensor in tensors)
 
 
 @contextmanager
 def head_known_to_decoder(model: Any, head: nn.Module, *, tokens: int, config: StreamConfig) -> Iterator[None]:
-    """Within the block, the plan of the model's decoder knows what `head`, streamed over `tokens` tokens or fewer, will hold."""
+    """Tell the plan of the model's decoder, within the block, what `head` will hold, streamed over at most `tokens` tokens."""
     installed = InstalledForward.on(model.get_decoder())
     if installed is None:
         yield
@@ -243,7 +243,7 @@ def head_known_to_decoder(model: Any, head: nn.Module, *, tokens: int, config: S
 
 
 def head_facts(model: Any, head: nn.Module, *, tokens: int, chunk_size: int | str) -> HeadFacts:
-    """Sizes of a streamed head over `tokens` targets, and the gradients that all parts outside of the layers will leave."""
+    """Return the sizes of a streamed head over `tokens` targets, and the gradients that all parts outside the layers leave."""
     # Not `.weight`: ZeRO-3 gathers what is read outside of its module's call, for the whole step.
     embedding, weight = next(model.get_input_embeddings().parameters()), next(head.parameters())
     tied = any(parameter is embedding for parameter in head.parameters())
@@ -262,7 +262,7 @@ def head_facts(model: Any, head: nn.Module, *, tokens: int, chunk_size: int | st
         vocabulary=getattr(head, "out_features", weight.shape[0]),
         itemsize=weight.element_size(),
         trainable=sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad),
-        # Where the head is also the embeddings, autograd holds its gradient until theirs is there, whatever was there before.
+        # Where the head is tied to the embeddings, autograd holds its gradient until theirs is computed, `.grad` or not.
         gradient_bytes=sum(outside.values()) + (dense if tied else 0),
         embedding_itemsize=embedding.element_size(),
         embedding_gradient_bytes=dense,
