@@ -13,10 +13,10 @@ import streamgrad
 
 # What `--help` says about each command, whose own `--help` begins with the same line.
 COMMANDS = {
-    "plan": "What a training step will hold and take, before it is run: from the configuration alone, without weights or a GPU.",
+    "plan": "Show what a training step will hold and take, from the configuration alone, without weights or a GPU.",
     "check": "Check that gradients are exact for this class of model on this machine: the paper's table of gradient precision.",
     "train": "Train with TRL's trainers, streamed; flags and YAML are those of TRL's command line.",
-    "profile": "Where the memory of a training step goes: gradient checkpointing and streaming side by side.",
+    "profile": "Show where the memory of a training step goes, with gradient checkpointing and with streaming.",
     "bench": "Time a training step of your model on this machine: gradient checkpointing and streaming side by side.",
     "demo": "Train a small model twice, with ordinary backpropagation and streamed, and compare gradients, losses and memory.",
     "env": "Print versions, devices, memory, and which attention kernels work here.",

@@ -28,22 +28,22 @@ _RATES = Rates()
 def plan(
     model: Annotated[str, typer.Argument(help="A preset (qwen3-8b), a directory with a config.json, or a name on the hub.")],
     seq_len: Annotated[
-        str | None, typer.Option(help="Tokens of each sequence; several lengths, as in 32768,65536, are one table.")
+        str | None, typer.Option(help="Tokens of each sequence; several lengths, such as 32768,65536, give one table.")
     ] = None,
-    longest: Annotated[bool, typer.Option("--max", help="Instead of --seq-len: the longest sequence that fits.")] = False,
-    batch: Annotated[int, typer.Option(min=1, help="On each GPU: sequences, pairs (dpo) or completions (grpo).")] = 1,
-    gpu_memory: Annotated[str, typer.Option(help="Of one GPU.")] = "80GiB",
-    host_memory: Annotated[str, typer.Option(help="Of the machine that all GPUs are in.")] = "256GiB",
+    longest: Annotated[bool, typer.Option("--max", help="Plan the longest sequence that fits, instead of --seq-len.")] = False,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences, pairs (dpo) or completions (grpo) on each GPU.")] = 1,
+    gpu_memory: Annotated[str, typer.Option(help="Memory of one GPU.")] = "80GiB",
+    host_memory: Annotated[str, typer.Option(help="Memory of the machine that all GPUs are in.")] = "256GiB",
     method: Annotated[str, _one_of(estimates.METHODS, "What is trained")] = "full",
     lora_rank: Annotated[
         int | None,
-        typer.Option(min=1, max=1 << 16, help="With --method lora: of adapters on every linear map.", show_default="32"),
+        typer.Option(min=1, max=1 << 16, help="Rank of the adapters on every linear map (lora).", show_default="32"),
     ] = None,
     objective: Annotated[str, _one_of(estimates.OBJECTIVES, "The loss")] = "sft",
-    optimizer: Annotated[str, _one_of(estimates.OPTIMIZERS, "Whose state is on the GPU")] = "adamw",
+    optimizer: Annotated[str, _one_of(estimates.OPTIMIZERS, "The optimizer whose state is on the GPU")] = "adamw",
     engine: Annotated[str, _one_of(ENGINES, "What holds weights and gradients")] = "none",
-    gpus: Annotated[int, typer.Option(min=1, help="With an engine.")] = 1,
-    dtype: Annotated[str, _one_of(estimates.DTYPES, "Of weights and activations")] = "bfloat16",
+    gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs, with an engine.")] = 1,
+    dtype: Annotated[str, _one_of(estimates.DTYPES, "Dtype of weights and activations")] = "bfloat16",
     keep: Annotated[str, _one_of(KEEP_POLICIES, "As for streamgrad.enable")] = "auto",
     offload: Annotated[str, _one_of(OFFLOAD_PLACES, "As for streamgrad.enable")] = "auto",
     gemm_tflops: Annotated[float, typer.Option(help="Rate of matrix products.")] = _RATES.gemm / 1e12,
@@ -54,7 +54,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of a table.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also draw the report into this file.")] = None,
 ) -> None:
-    """What a training step will hold and take, before it is run: from the configuration alone, without weights or a GPU.
+    """Show what a training step will hold and take, from the configuration alone, without weights or a GPU.
 
     Exits with 0 whether the step fits or not, and with 1 for a model that cannot be streamed.
 

@@ -16,7 +16,7 @@ _JSON_POINTS = 400
 
 def profile(
     model: Annotated[str, typer.Option(help="A preset (qwen3-0.6b), with random weights, or tiny.")] = "tiny",
-    layers: Annotated[int | None, typer.Option(min=1, help="The first layers of a preset only.", show_default="all")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Run only the preset's first layers.", show_default="all")] = None,
     seq_len: Annotated[int, typer.Option(min=2, max=1 << 20, help="Tokens of the one sequence.")] = 2048,
     chunk_size: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a chunk, for layers and head.", show_default="an eighth of the sequence")
@@ -27,9 +27,9 @@ def profile(
     out: Annotated[Path, typer.Option(help="The directory for profile.png and profile.html.")] = Path("out/profile"),
     as_json: Annotated[bool, typer.Option("--json", help="Print timelines and words as JSON instead of the words.")] = False,
 ) -> None:
-    """Where the memory of a training step goes: gradient checkpointing and streaming side by side.
+    """Show where the memory of a training step goes, with gradient checkpointing and with streaming.
 
-    Writes a picture of the step's course and a page with hover and zoom, and says where the peak is and what to change about it.
+    Writes a picture of the bytes over the step and a page with hover and zoom, and says where the peak is and how to lower it.
     Bytes come from torch's allocator on a GPU and are counted on a CPU. Exits with 0.
 
     **Examples**

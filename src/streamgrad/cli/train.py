@@ -34,19 +34,19 @@ _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_op
 
 @train.command("sft", context_settings=_PASSED_ON)
 def sft(context: typer.Context) -> None:
-    """Supervised fine-tuning. Without flags, a tiny model on an embedded text, in about a minute on a CPU."""
+    """Train by supervised fine-tuning. Without flags: a tiny model on an embedded text, in about a minute on a CPU."""
     run("sft", context.args, Console())
 
 
 @train.command("dpo", context_settings=_PASSED_ON)
 def dpo(context: typer.Context) -> None:
-    """Direct preference optimization, with all of TRL's losses. Without flags, a tiny model on embedded pairs."""
+    """Train by direct preference optimization, with all of TRL's losses. Without flags: a tiny model on embedded pairs."""
     run("dpo", context.args, Console())
 
 
 @train.command("grpo", context_settings=_PASSED_ON)
 def grpo(context: typer.Context) -> None:
-    """Group-relative policy optimization. Without flags, a tiny model learns to write the letter e."""
+    """Train by group-relative policy optimization. Without flags: a tiny model learns to write the letter e."""
     run("grpo", context.args, Console())
 
 
