@@ -48,7 +48,7 @@ def test_transforms_of_the_head(function, way, with_graph):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"])
 def test_transforms_of_a_model(name, way):
-    """Of a frozen parameter as well, which no autograd function has as its input."""
+    """Transforms by frozen parameters are refused too, though no autograd function has those as inputs."""
     model = streamgrad.enable(tiny_model("llama").requires_grad_(False), **OPTIONS)
     batch = batches.plain(model)
     with pytest.raises(RuntimeError, match=REFUSED):

@@ -44,7 +44,7 @@ class GradAccumulator(Tensor):
         return accumulator
 
     def register_hook(self, hook: Any) -> Any:
-        """Nor `register_post_accumulate_grad_hook`: a hook would be called with the sum so far, once a chunk."""
+        """Raise, as `register_post_accumulate_grad_hook` does: a hook would be called once a chunk, with the sum so far."""
         raise RuntimeError(
             "a module registers a hook on its own parameter while it runs, as tensor parallelism does, and would be called for "
             "each chunk of a sequence instead of once. Call streamgrad.disable(model) to train it without."
@@ -62,7 +62,7 @@ class GradAccumulator(Tensor):
             return function(*args, **(kwargs or {}))
 
     def for_product(self) -> Tensor:
-        """The values as a product sees them under autocast, cast once and not once a chunk."""
+        """Return the values as a product sees them under autocast, cast once for all chunks."""
         device_type = self.device.type
         dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else self.dtype
         if dtype not in self.autocast_copies:
@@ -70,7 +70,7 @@ class GradAccumulator(Tensor):
         return self.autocast_copies[dtype]
 
     def take_gradient(self) -> Tensor | None:
-        """Return the sum and let it go, for a chunk's graph may still hold the accumulator; None where no chunk reached it."""
+        """Return the sum and drop it here, as a graph may still hold the accumulator; None if no chunk reached it."""
         with torch._C.DisableTorchFunctionSubclass():
             terms = [term for term in (self.product_sum, self.grad) if term is not None]
             self.product_sum = self.grad = None
@@ -79,7 +79,7 @@ class GradAccumulator(Tensor):
 
 @contextmanager
 def swapped_parameters(module: nn.Module, stand_ins: Mapping[int, Tensor]) -> Iterator[set[int]]:
-    """Within the block, `module` and its submodules read stand-ins, given by parameters' ids; yield the ids that were found.
+    """Let `module` and its submodules read stand-ins, by parameters' ids, within the block; yield the ids that were found.
 
     Entries of `_parameters` are swapped, which no hook or engine observes, and put back whatever happens.
     """
@@ -97,7 +97,7 @@ def swapped_parameters(module: nn.Module, stand_ins: Mapping[int, Tensor]) -> It
 
 
 class GradAccumulators:
-    """GradAccumulators of `parameters`, in their order.
+    """The accumulators of `parameters`, in their order.
 
     Leaves of the parameter's own class stand in where a single chunk leaves nothing to be `summed`, and for parameters whose
     class has operations of its own (quantised training).
@@ -109,7 +109,7 @@ class GradAccumulators:
 
     @contextmanager
     def installed_in(self, module: nn.Module) -> Iterator[None]:
-        """Within the block, `module` and its submodules read the accumulators wherever they hold one of the parameters."""
+        """Let `module` and its submodules read the accumulators in place of the parameters within the block."""
         stand_ins = {id(parameter): tensor for parameter, tensor in zip(self.parameters, self.tensors, strict=True)}
         with swapped_parameters(module, stand_ins) as swapped:
             if len(swapped) != len(stand_ins):
@@ -123,7 +123,7 @@ class GradAccumulators:
     def take_sums(self) -> list[Tensor | None]:
         """Return the summed gradients in the precision of the sum.
 
-        None and not zeros for an unused parameter, so that optimizers and engines treat it as they would without streaming.
+        An unused parameter has None, not zeros, so that optimizers and engines treat it as they do without streaming.
         """
         return [
             accumulator.take_gradient() if isinstance(accumulator, GradAccumulator) else accumulator.grad
@@ -142,7 +142,7 @@ def _converted(total: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _stand_in(parameter: Tensor, *, summed: bool) -> Tensor:
-    """Return a leaf with the parameter's values; of its own class, where it is of one: that may have operations of its own."""
+    """Return a leaf with the parameter's values, of the parameter's class if that may replace operations of torch."""
     if type(parameter) in (nn.Parameter, Tensor):
         return GradAccumulator.of(parameter) if summed else parameter.detach().requires_grad_()
     leaf = parameter.detach()
@@ -155,10 +155,10 @@ def _stand_in(parameter: Tensor, *, summed: bool) -> Tensor:
 
 
 def _linear(hidden: Tensor, weight: GradAccumulator, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear` under the current autocast; the weight's gradient goes into `weight.product_sum`."""
+    """Return `F.linear` under the current autocast; the weight's gradient goes into `weight.product_sum`."""
     operands = as_autocast(hidden), weight.for_product(), None if bias is None else as_autocast(bias)
     device_type = hidden.device.type
-    # Entered only where it changes something: it is not free, and a chunk has a product for every weight.
+    # Entered only where it changes something: it takes time, and a chunk has a product for every weight.
     with torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext():
         return _SummingLinear.apply(weight, *operands) if torch.is_grad_enabled() else F.linear(*operands)
 

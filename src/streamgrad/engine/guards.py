@@ -28,10 +28,10 @@ def _nothing(module: nn.Module) -> Sequence[Any]:
 
 @dataclass(frozen=True)
 class AdapterFacts:
-    """Tells of a module what its library alone knows; without a library there is nothing to tell.
+    """What only an adapter library knows about its modules; by default nothing.
 
-    `state` returns copies of what a program may switch without a parameter or, at first, a value changing. `versionless` returns
-    parameters whose version says nothing, as the module's forward sets and restores them.
+    `state` returns copies of a module's switches, which a program may change without changing a parameter. `versionless` returns
+    parameters that the module's forward sets and restores, so that their version tells nothing.
     """
 
     state: Callable[[nn.Module], Sequence[Any]] = _nothing
@@ -53,11 +53,11 @@ class RerunGuard:
         self._rows_again: dict[int, Tensor] = {}
 
     def note(self, out_BLE: Tensor) -> None:
-        """Remember the last token of a chunk's output: nearly everything a layer reads has a part in it."""
+        """Keep the last token of a chunk's output, which depends on nearly everything that the layer reads."""
         self._last_rows.append(out_BLE[:, -1].detach().clone())
 
     def check_unchanged(self) -> None:
-        """Raise where the layer is not what it was in forward."""
+        """Raise if the layer is not what it was in forward."""
         modules = modules_of(self.layer)
         parameters = parameters_in(modules)
         versions = _versions_of(modules, parameters, self.adapters)
@@ -84,12 +84,12 @@ class RerunGuard:
             )
 
     def note_again(self, index: int, out_BLE: Tensor) -> None:
-        """Remember the same of the re-run of chunk `index`."""
+        """Keep the last token of the re-run of chunk `index`."""
         self._rows_again[index] = out_BLE[:, -1].detach().clone()
 
     def check_outcome_later(self, *, in_16_bits: bool) -> None:
-        """Compare what was noted when the backward pass that is under way ends, so that no layer waits for the device."""
-        # Far above what another kernel or another order of sums gives, far below what another mask or adapter gives.
+        """Compare the two when the current backward pass ends, so that no layer waits for the device."""
+        # Far above the effect of another kernel or order of sums, far below that of another mask or adapter.
         allowed = 0.05 if in_16_bits else 1e-3
         _Outcomes.of_this_pass().add(self.name, allowed, self._largest_deviation())
 
@@ -99,18 +99,18 @@ class RerunGuard:
         noted_CN = torch.stack(self._last_rows).flatten(1).float()
         deviation_C = (again_CN - noted_CN).norm(dim=1) / noted_CN.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
         self._rows_again.clear()
-        # Not finite again is as it was; not finite where it was finite is a difference.
+        # A chunk that was not finite in forward is not compared; one that has become so differs.
         return torch.where(noted_CN.isfinite().all(dim=1), deviation_C.nan_to_num(nan=torch.inf), 0.0).max()
 
 
 def _versions_of(modules: Sequence[nn.Module], parameters: Sequence[Tensor], adapters: AdapterFacts) -> dict[int, int | None]:
-    """Return versions by parameter, and None for those whose version says nothing."""
+    """Return the version of each parameter, or None where it tells nothing."""
     restored = {id(parameter) for module in modules for parameter in adapters.versionless(module)}
     return {id(each): None if id(each) in restored else each._version for each in parameters}
 
 
 def _state_of(modules: Sequence[nn.Module], adapters: AdapterFacts) -> list[Any]:
-    """List what a program may switch in each module without a parameter or, at first, a value changing."""
+    """Return the switches of all modules, which a program may change without changing a parameter."""
     state: list[Any] = []
     for module in modules:
         if isinstance(module, _DropoutNd) and module.p > 0.0:
@@ -125,7 +125,7 @@ def _state_of(modules: Sequence[nn.Module], adapters: AdapterFacts) -> list[Any]
 class _Outcomes:
     """Collects how far the layers of one backward pass deviate, and reads it from the device once, when the pass ends.
 
-    The pass itself holds them, by its callback. So a pass that ends in an error takes them with it.
+    Only the pass holds them, by its callback, so they disappear with a pass that ends in an error.
     """
 
     _under_way: ClassVar[weakref.WeakValueDictionary[int, _Outcomes]] = weakref.WeakValueDictionary()
@@ -138,7 +138,7 @@ class _Outcomes:
 
     @classmethod
     def of_this_pass(cls) -> _Outcomes:
-        """Return those of the backward pass that calls; a pass inside of another one has its own."""
+        """Return the outcomes of the current backward pass; a pass inside another has its own."""
         task = torch._C._current_graph_task_id()
         with cls._lock:
             outcomes = cls._under_way.get(task)
@@ -149,13 +149,13 @@ class _Outcomes:
         return outcomes
 
     def add(self, layer: str, allowed: float, deviation: Tensor) -> None:
-        """Note a deviation that is above `allowed` where the layer computed something else."""
+        """Note a layer's deviation; above `allowed`, it computed something else."""
         self._noted.append((layer, allowed, deviation))
         if deviation.is_cuda:
             self._streams.add(torch.cuda.current_stream(deviation.device))
 
     def protect(self, parameters: Sequence[Tensor]) -> None:
-        """Leave no gradient in those that have none now, unless the pass ends well: a half step looks like a whole one."""
+        """Let a pass that fails leave no gradient in parameters that have none now: a half step would look like a whole one."""
         without = {id(parameter): parameter for parameter in parameters if parameter.grad is None}
         self._without_gradient = without | self._without_gradient
 
@@ -198,7 +198,7 @@ def protect_gradients(output: Tensor, parameters: Callable[[], Sequence[Tensor]]
 
 
 def check_leaves(out: Tensor, leaves: Sequence[Tensor], name: str) -> None:
-    """Raise where a trainable tensor that is not the module's own, say from a hook, would get its gradient around autograd."""
+    """Raise if `out` depends on a trainable tensor that is not among `leaves`, such as one from a hook."""
     allowed = {id(leaf) for leaf in leaves}
     nodes = [] if out.grad_fn is None else [out.grad_fn]
     seen = set(nodes)
@@ -208,7 +208,7 @@ def check_leaves(out: Tensor, leaves: Sequence[Tensor], name: str) -> None:
             if following is not None and following not in seen:
                 seen.add(following)
                 nodes.append(following)
-        # A tensor's own node has no inputs. To ask the others for theirs would take as long as all the rest.
+        # Only the node of a leaf has no inputs. Asking every node for a variable would double the time.
         variable = None if inputs else getattr(node, "variable", None)
         if isinstance(variable, Tensor) and id(variable) not in allowed:
             raise RuntimeError(
@@ -219,7 +219,7 @@ def check_leaves(out: Tensor, leaves: Sequence[Tensor], name: str) -> None:
 
 
 def gradient_of_input(leaf: Tensor, module: nn.Module) -> Tensor:
-    """Return what a chunk's backward has left; where there is none, other layers would get gradients of zero in place of none."""
+    """Return the gradient of a chunk's input; raise without one, as zeros in its place would differ from the stock model."""
     if leaf.grad is None:
         raise RuntimeError(
             f"{type(module).__name__} gives its input no gradient (it detaches it, or runs under no_grad), and a streamed module "

@@ -20,19 +20,19 @@ class _Caller:
 
 
 class InUse:
-    """Refuses callers that would get in each other's way. Those that change nothing may be there together."""
+    """Refuses callers that would disturb each other. Callers that change nothing may run together."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._callers: list[_Caller] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copied or unpickled model is in nobody's use."""
+        """Let a copied or unpickled model start without callers."""
         return InUse, ()
 
     @contextmanager
     def claimed(self, name: str, *, alone: bool = True) -> Iterator[None]:
-        """Within the block, no other caller may change the model; with `alone`, no other thread may run it at all."""
+        """Let no other caller change the model within the block and, with `alone`, no other thread run it at all."""
         caller = _Caller(threading.get_ident(), alone)
         try:
             with self._lock:

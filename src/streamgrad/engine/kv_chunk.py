@@ -108,9 +108,9 @@ class Attended:
 
 
 class LayerChunk:
-    """What chunks of all kinds of layers offer: beside hidden states, tensors may go in and out that gradients flow through.
+    """The interface of chunks of every kind of layer: the tensors beside hidden states that gradients flow through.
 
-    `recorded` are outputs by token, (B, L, ...), that the layer has beside its hidden states, such as the logits of a router.
+    `recorded` holds the layer's other outputs by token, (B, L, ...), such as the logits of a router.
     """
 
     recorded: list[Tensor]

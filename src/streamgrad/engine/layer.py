@@ -229,7 +229,7 @@ def _forward(
 ) -> tuple[list[Tensor], KeyValueStream]:
     """Run all chunks in order, without a graph; return hidden states and what was recorded, and the stream.
 
-    `guard` and `kept` are told of each chunk where a backward pass follows.
+    `guard` and `kept`, given if a backward pass follows, are told of each chunk.
     """
     h_BTE = h_BTE.detach()  # else chunks would require a gradient, and hooks on submodules would see that
     stream = call.new_stream(h_BTE.shape[1])

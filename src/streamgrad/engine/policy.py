@@ -17,5 +17,5 @@ class LayerPolicy:
 
     @property
     def holds_attention(self) -> bool:
-        """Whether keys, values and attention's output stay on the device, and need not be recomputed or copied back."""
+        """Return whether keys, values and attention's output stay on the device, neither recomputed nor copied back."""
         return self.keep == "attention" and not self.on_host

@@ -19,7 +19,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def naming_shortage(told: Callable[[], str]) -> Iterator[None]:
-    """Where memory runs out within the block, and no block inside of it has said so, raise `told()` beside what torch says."""
+    """Add `told()` to torch's error if memory runs out within the block, unless a block inside has already done so."""
     try:
         yield
     except Exception as error:

@@ -71,10 +71,10 @@ class Trial:
     """The trial of one layer.
 
     Args:
-        name: the layer's, for messages.
+        name: of the layer, for messages.
         run: runs the layer, each time from an empty cache.
-        forward: what tells the layer's own forward from another one: while it is streamed, it has ours.
-        least: tokens that a chunk must have.
+        forward: identifies the layer's own forward, which is replaced while the layer is streamed.
+        least: the fewest tokens that a chunk may have.
         mixes_by_states: the layer hands states from token to token, so tokens do depend on earlier ones.
     """
 
@@ -98,7 +98,7 @@ class Trial:
         autocast, generator = Autocast(h_BTE.device.type), torch.Generator().manual_seed(0)
 
         def draw() -> Tensor:
-            """Small, so that what the layer adds to its input is not lost beside it."""
+            """Return random tokens, small, so that what the layer adds to them is not lost beside them."""
             return 0.1 * torch.randn(h_BTE.shape[0], tokens, *h_BTE.shape[2:], generator=generator).to(h_BTE)
 
         with (
@@ -195,7 +195,7 @@ class Trial:
 def _token_difference(actual_BNE: Tensor, expected_BNE: Tensor, h_BNE: Tensor | float) -> Tensor:
     """Return how far tokens differ, relative to what the layer has added to its input, (B, N).
 
-    What it has added has the rounding of the sum, so that a part of the output itself is added.
+    That difference of output and input carries the output's rounding, so a part of the output is added to the scale.
     """
     error, change, whole = (
         tensor.flatten(2).float().norm(dim=2) for tensor in (actual_BNE - expected_BNE, expected_BNE - h_BNE, expected_BNE)
@@ -204,7 +204,7 @@ def _token_difference(actual_BNE: Tensor, expected_BNE: Tensor, h_BNE: Tensor | 
 
 
 def largest_rounding(tensor: Tensor) -> float:
-    """Return the relative difference that is taken for rounding: 8 bits in 16, and products may have 10 in 32."""
+    """Return the largest relative difference that counts as rounding: bf16 has 8 bits, and fp32 products may have 10."""
     in_16_bits = tensor.dtype.itemsize == 2 or torch.is_autocast_enabled(tensor.device.type)
     return 0.02 if in_16_bits else 0.002
 
@@ -218,7 +218,7 @@ def _cut(tokens: int, least: int) -> list[Span]:
 
 
 def _contents(modules: Sequence[nn.Module], adapters: AdapterFacts) -> Hashable:
-    """Return what tells whether a layer is still the one that was tried: its modules, their mode, hooks, forwards inside."""
+    """Return what identifies a layer that was tried: its modules, their modes, hooks and replaced forwards."""
     return tuple(
         (
             id(module),
@@ -248,7 +248,7 @@ def _stand_ins(modules: Sequence[nn.Module]) -> dict[int, Tensor]:
 
 @contextlib.contextmanager
 def _unchanged_buffers(layer: nn.Module) -> Iterator[None]:
-    """Give buffers back what they held: a layer that changes them is refused elsewhere."""
+    """Restore the layer's buffers after the block: a layer that changes them is refused elsewhere."""
     held = [(buffer, buffer._version, buffer.clone()) for buffer in layer.buffers()]
     try:
         yield

@@ -126,7 +126,7 @@ class Ulysses(SequenceSharing):
 
     @cached_property
     def positions_T(self) -> Tensor:
-        """Positions in the sequence of the rank's tokens in chunk order."""
+        """Return the positions in the sequence of the rank's tokens in chunk order."""
         place_T = torch.arange(self.length, device=self.device)
         start_T = place_T // self.chunk_size * self.chunk_size
         size_T = (self.length - start_T).clamp(max=self.chunk_size)
@@ -134,12 +134,12 @@ class Ulysses(SequenceSharing):
 
     @cached_property
     def _order_T(self) -> Tensor:
-        """Order that sorts the slice's tokens by destination rank; the sort is stable, so each rank receives them in order."""
+        """Return the order that sorts the slice's tokens by destination rank; it is stable, so ranks receive them in order."""
         return self._owners_T.argsort(stable=True)
 
     @cached_property
     def _owners_T(self) -> Tensor:
-        """Rank that has each of the slice's tokens in chunk order."""
+        """Return the rank that has each of the slice's tokens in chunk order."""
         place_T = self.rank * self.length + torch.arange(self.length, device=self.device)
         start_T = place_T // (self.ranks * self.chunk_size) * self.chunk_size
         return (place_T - self.ranks * start_T) // (self.length - start_T).clamp(max=self.chunk_size)

@@ -21,7 +21,7 @@ from transformers.utils import output_capturing
 
 from streamgrad.engine.kv_chunk import SeamError
 
-# Made of a whole layer's output, around which there is no chunk.
+# Recorded from a whole layer's output, outside of any chunk.
 _OF_LAYERS = {"hidden_states", "_hidden_states_layers"}
 
 

@@ -64,7 +64,7 @@ def own(tensor: Tensor, shape: torch.Size | None = None) -> Tensor:
 
 
 def own_graph() -> AbstractContextManager[Any]:
-    """Within the block, what a graph saves is not handed to hooks of the program's: checkpointing's would run the model again."""
+    """Hide what a graph saves within the block from the program's hooks: those of checkpointing would run the model again."""
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(as_saved, lambda tensor: tensor)

@@ -25,7 +25,7 @@ _WITHOUT_STREAMING = {
 
 
 def advice(timeline: Timeline, *, streamed: bool) -> list[str]:
-    """Sentences: the peak, what it is made of, what would lower its largest part, and then the largest of the next peak."""
+    """Return sentences about the peak: what it is made of, what would lower its largest part, and what then comes next."""
     index, peak = timeline.peak_index, timeline.peak_bytes
     parts = sorted(timeline.at(index).items(), key=lambda item: -item[1])
     shares = ", ".join(f"{name} {as_bytes(size)} ({size / peak:.0%})" for name, size in parts if size >= _WORTH_NAMING * peak)
@@ -44,7 +44,7 @@ def advice(timeline: Timeline, *, streamed: bool) -> list[str]:
 
 
 def as_bytes(count: float) -> str:
-    """`1.23 GB`: powers of ten, three digits."""
+    """Return bytes as text like `1.23 GB`, in powers of ten with three digits."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if count >= size:
             return f"{count / size:.3g} {unit}" if count < 999.5 * size else f"{count / size:,.0f} {unit}"

@@ -23,7 +23,7 @@ _POINTS = 1600
 
 
 def draw(timelines: Mapping[str, Timeline], title: str, path: Path) -> None:
-    """Write a PNG (or whatever the name's ending says)."""
+    """Write the timelines as a PNG, or in the format that the name's ending says."""
     from matplotlib.figure import Figure  # without pyplot: no display, no global state
 
     figure = Figure(figsize=(6.0 * len(timelines), 5.4), layout="constrained")
@@ -53,7 +53,7 @@ def draw(timelines: Mapping[str, Timeline], title: str, path: Path) -> None:
 
 
 def _mark(axes: Any, shown: Timeline, scale: float, highest: int) -> None:
-    """The peak, and the line between the passes with their names above everything."""
+    """Mark the peak, and draw the line between the passes with their names above everything."""
     index = shown.peak_index
     axes.plot(shown.times[index], shown.peak_bytes / scale, marker="v", color="black", clip_on=False, markersize=6)
     axes.axvline(shown.backward_at, color="black", linestyle="--", linewidth=0.9)
@@ -62,7 +62,7 @@ def _mark(axes: Any, shown: Timeline, scale: float, highest: int) -> None:
 
 
 def write_page(timelines: Mapping[str, Timeline], title: str, words: Mapping[str, Sequence[str]], path: Path) -> None:
-    """One HTML file that needs nothing else: no library, no font, no network."""
+    """Write the timelines as one HTML file that needs nothing else: no library, no font, no network."""
     data = {
         "categories": [{"name": name, "color": COLORS[name], "meaning": MEANINGS[name]} for name in CATEGORIES],
         "runs": [
