@@ -128,7 +128,7 @@ def test_the_error_names_the_head():
 
 
 def test_the_error_names_the_host():
-    """Of three buffers the second one cannot be had: the first goes back to the pool, which counts what it has."""
+    """The second of three buffers cannot be had: the first goes back to the pool, which counts what it has."""
     store, allocated = HostStore(), []
 
     def allocate(self, size_bytes):

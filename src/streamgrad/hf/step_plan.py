@@ -40,7 +40,7 @@ from streamgrad.memory.planner import (
 
 logger = logging.getLogger("streamgrad")
 
-# Of the memory that a plan may use beside what is there already, once memory has run out.
+# Share of the memory beyond what is held already that a plan may use once memory has run out.
 _LEFT_BY_A_SHORTAGE = 0.7
 
 

@@ -156,7 +156,7 @@ def add_streamed_head(
     current = InstalledForward.on(model.get_decoder())
     enable(model, current.stream.config if stream is None and current is not None else stream)
     if is_deepspeed_zero3_enabled():
-        # Now or never: the trainer's engine is made right after its constructor.
+        # Done here, as the trainer's engine is made right after its constructor.
         make_zero3_leaves(model)
     enabled = InstalledForward.on(model)
     assert enabled is not None and isinstance(enabled.stream, HeadStream)
