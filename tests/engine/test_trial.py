@@ -62,6 +62,15 @@ class Gated(nn.Module):
         return self.up(h.cumsum(dim=1))
 
 
+class Switched(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.on = False
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h.roll(1, dims=1) if self.on else h
+
+
 class Function(nn.Module):
     def __init__(self, function) -> None:
         super().__init__()
@@ -150,10 +159,14 @@ def test_a_mixer_that_comes_later_is_refused(keep):
     """As a hook, as another module, or as another forward, after steps that were right."""
     for attach in (
         lambda mlp: mlp.register_forward_hook(lambda module, args, out: out.cumsum(dim=1)),
+        lambda mlp: mlp.register_full_backward_hook(lambda module, din, dout: (din[0] / din[0].norm(),)),
+        lambda mlp: mlp.register_full_backward_pre_hook(lambda module, dout: (dout[0] / dout[0].norm(),)),
+        lambda mlp: setattr(mlp.switched, "on", True),
         lambda mlp: setattr(mlp, "act_fn", Function(FUNCTIONS["mean"])),
         lambda mlp: setattr(mlp, "forward", lambda h, plain=mlp.forward: plain(h).roll(1, dims=1)),
     ):
-        model = streamgrad.enable(tiny_model("llama"), chunk_size=CHUNK, keep=keep)
+        model = streamgrad.enable(mixed_model(Switched()), chunk_size=CHUNK, keep=keep)
+        model.model.layers[1].mlp.switched = model.model.layers[1].mlp.mixer
         run_step(model, batches.plain(model))
         attach(model.model.layers[1].mlp)
         assert_refused(model)

@@ -46,6 +46,9 @@ _MOST_TOKENS = 32
 _PASSED: weakref.WeakKeyDictionary[nn.Module, Hashable] = weakref.WeakKeyDictionary()
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
 @dataclass
 class LoneTokens(Chunk):
     """A chunk in which every token sees itself only, beside a key of score 0 and value 0.
@@ -218,15 +221,13 @@ def _cut(tokens: int, least: int) -> list[Span]:
 
 
 def _contents(modules: Sequence[nn.Module], adapters: AdapterFacts) -> Hashable:
-    """Return what identifies a layer that was tried: its modules, their modes, hooks and replaced forwards."""
+    """Return what tells whether a layer is still the one that was tried: its modules, their switches, hooks, forwards inside."""
     return tuple(
         (
             id(module),
             type(module),
-            module.training,
-            *module._forward_hooks,
-            None,
-            *module._forward_pre_hooks,
+            *((name, value) for name, value in module.__dict__.items() if type(value) is bool),
+            *(tuple(module.__dict__[kind]) for kind in _HOOKS),
             None if module is modules[0] else id(module.__dict__.get("forward")),
             *map(str, adapters.state(module)),
         )
