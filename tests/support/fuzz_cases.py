@@ -16,6 +16,11 @@ OTHERS = sorted(STREAMED - FAMILIES.keys() - LARGE - (set() if LAYERS_TAKE_STATE
 EXPERTS = {"qwen3_moe", "gpt_oss", "deepseek_v3"}
 CAPPED = {"gemma2", "vaultgemma"}
 COUNTING = {"opt", "biogpt"}  # positions, by adding up the attention mask
+# Families with a load-balancing loss on the logits of their routers.
+BALANCED = {
+    "qwen3_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_next", "granitemoe", "jetmoe", "phimoe", "minimax_m2",
+    "ernie4_5_moe", "flex_olmo", "dbrx", "qwen3_5_moe_text",
+}  # fmt: skip
 WINDOWED = {"mistral", "gemma2", "gpt_oss"}
 
 
@@ -36,6 +41,7 @@ class Case:
     mask: str = "none"
     embedded: bool = False
     objective: str = "labels"
+    balance: bool = False  # the load-balancing loss of experts
     rows: int = 1
     lengths: tuple[int, ...] = (5,)
     chunk_size: int | str = 2
@@ -100,7 +106,8 @@ def draw(seed: int) -> Case:
             **{name: drawn.choice(choices) for name, choices in CHOICES.items()},
         )  # fmt: skip
         if is_meant(case):
-            return case
+            balanced = dataclasses.replace(case, balance=True)
+            return balanced if drawn.random() < 0.7 and is_meant(balanced) else case
 
 
 def _changes(family: str, drawn: random.Random) -> tuple[tuple[str, Any], ...]:
@@ -123,6 +130,8 @@ def is_meant(case: Case) -> bool:
         or (case.attention == "sdpa" and case.family in CAPPED)  # torch's has no softcap, which is an error
         or (case.mask == "packed flat" and (case.rows > 1 or case.family in OTHERS))  # some stock ones see no boundaries
         or (case.mask.startswith("dense") and case.family in COUNTING)
+        or (case.balance and (case.family not in BALANCED or case.objective not in ("labels", "counted", "counted tensor")))
+        or (case.balance and case.mask.startswith("dense"))  # stock balance losses take a mask of tokens only
         or (case.objective == "dpo" and case.rows % 2)
         or (scored and case.family in OTHERS)  # how they scale and cap their logits is not known here
         or (case.adapter != "none" and case.frozen not in ("nothing", "half"))

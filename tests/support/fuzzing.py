@@ -134,6 +134,8 @@ def loss_of(case: Case, model: nn.Module, batch: dict[str, Tensor], *, streamed:
     labels = batch["labels"]
     targets = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     inputs = {name: value for name, value in batch.items() if name != "labels"}
+    if case.balance:
+        batch = batch | {"output_router_logits": True}
     if case.objective == "labels":
         return model(**batch).loss
     if case.objective.startswith("counted"):
