@@ -128,7 +128,7 @@ def is_meant(case: Case) -> bool:
         (case.dtype not in ("float64", "float32") and case.family in EXPERTS)
         or (case.dtype != "float64" and case.family in OTHERS)
         or (case.attention == "sdpa" and case.family in CAPPED)  # torch's has no softcap, which is an error
-        or (case.mask == "packed flat" and (case.rows > 1 or case.family in OTHERS))  # some stock ones see no boundaries
+        or (case.mask == "packed flat" and (case.rows > 1 or case.family in {*OTHERS, "gpt_oss"}))  # stock sees no boundaries
         or (case.mask.startswith("dense") and case.family in COUNTING)
         or (case.balance and (case.family not in BALANCED or case.objective not in ("labels", "counted", "counted tensor")))
         or (case.balance and case.mask.startswith("dense"))  # stock balance losses take a mask of tokens only
