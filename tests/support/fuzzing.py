@@ -69,6 +69,8 @@ def freeze(model: nn.Module, case: Case) -> None:
             "head": id(parameter) not in head, "all but norms": parameter.ndim == 1, "all but head": id(parameter) in head,
         }[case.frozen]  # fmt: skip
         parameter.requires_grad_(parameter.requires_grad and stays)
+    if not any(parameter.requires_grad for parameter in model.parameters()):  # as some norms have no weight
+        decoder_layers(inner.get_decoder())[-1].requires_grad_(True)
 
 
 def inner_of(model: nn.Module) -> Any:
