@@ -19,7 +19,7 @@ import batches
 import streamgrad
 from gradients import assert_same_step, no_float32, run_step
 from streamgrad.attention import backends
-from streamgrad.attention.backends import Block, backends_named, choose, cudnn, flash
+from streamgrad.attention.backends import Block, backends_named, choose, cudnn, flash, run_or_replace
 from streamgrad.attention.backends.cudnn_plans import PlanPrices
 from streamgrad.attention.masks import CausalMask
 from streamgrad.attention.varlen import Segment, VarlenMask
@@ -27,6 +27,18 @@ from streamgrad.engine.kv_chunk import Attended, spans
 from tiny import tiny_model, tokens
 
 CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["sdpa", "eager"])
+def test_autocast_does_not_reach_the_kernels(name):
+    """Operands are in 16 bits already. Eager attention sums in fp32, and must not be cast back in forward alone."""
+    query, key, value = (torch.randn(1, 2, 6, 8, dtype=torch.bfloat16) for _ in range(3))
+    block = Block(scale=0.3, causal=True)
+    plain = run_or_replace(backends_named(name), query, key, value, block)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = run_or_replace(backends_named(name), query, key, value, block)
+    assert cast.lse_BHL.dtype == torch.float32
+    assert torch.equal(cast.lse_BHL, plain.lse_BHL) and torch.equal(cast.out_BHLD, plain.out_BHLD)
 
 
 # --- kernels -----------------------------------------------------------------------------------------------------------

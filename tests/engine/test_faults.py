@@ -98,7 +98,7 @@ def test_an_allocation_fails(family, keep, stride):
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize(("calls", "doing"), [(1, "ran forward"), (2, "ran forward"), (3, "was run again"), (4, "was run again")])
 def test_the_error_names_the_layer_and_what_takes_less(layer, calls, doing):
-    model, seen = enabled(keep="attention"), []
+    model, seen = enabled(keep="attention"), [None] * calls
 
     def fail(*args):
         seen.append(None)
@@ -107,6 +107,9 @@ def test_the_error_names_the_layer_and_what_takes_less(layer, calls, doing):
 
     with nothing_left_of_a_step(model):
         handle = model.model.layers[layer].mlp.register_forward_hook(fail)
+        run_step(model, short_batch())  # in which the layer is tried with its hook
+        model.zero_grad()
+        seen.clear()
         with pytest.raises(torch.OutOfMemoryError) as caught:
             model(**short_batch()).loss.backward()
         handle.remove()

@@ -13,7 +13,7 @@ Shapes: N tokens, I inputs, O outputs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from streamgrad.engine.module_walk import modules_of
-from streamgrad.engine.replay import as_autocast
+from streamgrad.engine.replay import as_autocast, without_autocast
 from streamgrad.ops.accumulate import accumulator_dtype, add_product_, zeros_for_sum
 from streamgrad.ops.autograd import first_order_only, own
 from streamgrad.ops.memory_label import labelled, memory_label
@@ -157,9 +157,7 @@ def _stand_in(parameter: Tensor, *, summed: bool) -> Tensor:
 def _linear(hidden: Tensor, weight: GradAccumulator, bias: Tensor | None = None) -> Tensor:
     """Return `F.linear` under the current autocast; the weight's gradient goes into `weight.product_sum`."""
     operands = as_autocast(hidden), weight.for_product(), None if bias is None else as_autocast(bias)
-    device_type = hidden.device.type
-    # Entered only where it changes something: it takes time, and a chunk has a product for every weight.
-    with torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext():
+    with without_autocast(hidden.device.type):
         return _SummingLinear.apply(weight, *operands) if torch.is_grad_enabled() else F.linear(*operands)
 
 

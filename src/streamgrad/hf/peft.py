@@ -27,7 +27,7 @@ def why_not_in_chunks(module: nn.Module) -> str | None:
     if _is_called("LilyLayer", type(module)):  # type: ignore[arg-type]
         return "is a Lily adapter, whose router averages over all tokens"
     wrapper = getattr(module.__dict__.get("forward"), "__self__", None)
-    if wrapper is not None and _is_called("XLoraLayer", type(wrapper)):
+    if wrapper is not None and _is_called("XLoraLayer", type(wrapper)):  # type: ignore[arg-type]
         return "is an X-LoRA adapter, whose scales are made for the whole sequence by a trainable module outside of the layer"
     variants = module.__dict__.get("lora_variant")
     if isinstance(variants, dict) and any("ALora" in getattr(v, "__name__", str(v)) for v in variants.values()):

@@ -17,6 +17,7 @@ from streamgrad.attention.backends.eager import EagerBackend
 from streamgrad.attention.backends.flash import FlashBackend, flash_implementation
 from streamgrad.attention.backends.sdpa import SdpaBackend
 from streamgrad.engine.kv_chunk import Attended
+from streamgrad.engine.replay import without_autocast
 
 __all__ = ["Backend", "Block", "backends_named", "choose", "flash_implementation", "preferred", "run_or_replace"]
 
@@ -68,7 +69,9 @@ def run_or_replace(backends: list[Backend], query_BHLD: Tensor, key_BGSD: Tensor
     while True:
         backend = choose(backends, query_BHLD, key_BGSD, value_BGSD, block)
         try:
-            return backend.forward(query_BHLD, key_BGSD, value_BGSD, block)
+            # Operands are in autocast's dtype already; a kernel that sums in fp32 must not be cast back.
+            with without_autocast(query_BHLD.device.type):
+                return backend.forward(query_BHLD, key_BGSD, value_BGSD, block)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
