@@ -267,3 +267,19 @@ def test_losses_of_ones_own_are_protected_too():
     with pytest.raises(KeyboardInterrupt):
         loss.backward()
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_an_old_error_does_not_take_later_gradients():
+    """The error of a pass that was found wrong holds on to it, and may live longer than the next step."""
+    model, errors = enabled(), []
+    loss = model(**short_batch()).loss
+    handle = model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: 2 * out)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        errors.append(error)
+    handle.remove()
+    model(**short_batch()).loss.backward()
+    assert errors
+    errors.clear()
+    assert all(parameter.grad is not None for parameter in model.parameters())

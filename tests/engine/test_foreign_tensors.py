@@ -67,7 +67,9 @@ def test_a_frozen_layer_makes_no_graph():
     seen = []
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: seen.append(out.requires_grad))
     model(**batches.plain(model)).loss.backward()
-    assert len(seen) > 4 and seen.count(True) <= 1  # the trial of the layer asks for derivatives
+    seen.clear()  # the trial of the layer has asked for derivatives
+    model(**batches.plain(model)).loss.backward()
+    assert len(seen) == 4 and not any(seen)
 
 
 def test_x_lora_is_refused(tmp_path):

@@ -189,7 +189,7 @@ def test_a_layer_that_leaves_the_state_out_is_refused():
         model(input_ids=ids)
     with (
         mock.patch.object(RecurrentChunk, "get_recurrent_state", lambda *args, **kwargs: (read(*args, **kwargs), None)[1]),
-        pytest.raises(ValueError, match="Qwen3NextDecoderLayer 0 gives other outputs for tokens in chunks"),
+        pytest.raises(ValueError, match="Qwen3NextDecoderLayer 0 gives other outputs"),
     ):
         model(input_ids=ids)
 
@@ -201,7 +201,7 @@ def test_a_layer_that_leaves_the_state_out_is_refused_although_the_first_tokens_
     read = RecurrentChunk.get_recurrent_state
     with (
         mock.patch.object(RecurrentChunk, "get_recurrent_state", lambda *args, **kwargs: (read(*args, **kwargs), None)[1]),
-        pytest.raises(ValueError, match="gives other outputs for tokens in chunks"),
+        pytest.raises(ValueError, match="gives other outputs"),
     ):
         model(input_ids=ids, attention_mask=torch.arange(23)[None] >= 9)
 

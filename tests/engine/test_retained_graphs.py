@@ -118,6 +118,7 @@ def test_a_chunk_is_gone_when_the_next_one_runs():
     """Its output, and with that its input's gradient."""
     model, outputs, alive = streamgrad.enable(tiny_model("llama"), chunk_size=4), [], []
     plain = LayerArguments.run
+    model(input_ids=tokens(1, 19), labels=tokens(1, 19)).loss.backward()  # in which layers are tried
 
     def run(arguments, h_BLE, chunk):
         out_BLE = plain(arguments, h_BLE, chunk)

@@ -104,3 +104,20 @@ def test_noise_of_routers_is_replayed():
         torch.manual_seed(5)
         steps.append(run_step(model, batch))
     assert_same_step(second[0], first[0], 1e-12)
+
+
+def test_the_balance_loss_alone():
+    """It does not reach the experts of the last layer, which have no gradient then, and not one of zeros."""
+    model, ids = tiny_model("qwen3_moe"), tokens(2, 23)
+
+    def forward(model, batch):
+        return model(**batch, output_router_logits=True, use_cache=False).aux_loss
+
+    batch = {"input_ids": ids, "labels": ids}
+    with no_float32():
+        expected = run_step(model, batch, forward=forward)
+        assert expected.gradients["model.layers.1.mlp.experts.down_proj"] is None
+        for keep in ("input", "attention", "all"):
+            streamgrad.enable(model, chunk_size=7, keep=keep)
+            assert_same_step(run_step(model, batch, forward=forward), expected, 1e-10)
+            streamgrad.disable(model)

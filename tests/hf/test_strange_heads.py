@@ -162,9 +162,7 @@ class Counting(nn.Linear):
 
 
 @pytest.mark.parametrize("head_chunk_size", [5, 1000])
-@pytest.mark.parametrize(
-    ("kind", "words"), [(Centred, "mixes tokens"), (ByPlace, "gives other outputs"), (Counting, "a Counting,")]
-)
+@pytest.mark.parametrize(("kind", "words"), [(Centred, "mixes tokens"), (ByPlace, "gives other outputs"), (Counting, "buffer")])
 def test_a_head_that_is_another_one_in_chunks_is_refused(kind, words, head_chunk_size):
     model = tiny_model("llama")
     model.lm_head = kind(24, VOCABULARY).double()
@@ -177,4 +175,30 @@ def test_a_head_with_fewer_rows_than_it_says_is_refused():
     model = streamgrad.enable(tiny_model("llama"), **OPTIONS)
     model.lm_head.weight = nn.Parameter(model.lm_head.weight[:40].detach())
     with pytest.raises(ValueError, match="40"):
+        model(**batches.plain(model))
+
+
+def test_a_gradient_that_is_not_proportional_is_refused():
+    """A module head is differentiated before the loss's own gradient is known."""
+
+    class Clipping(nn.Linear):
+        def forward(self, hidden: Tensor) -> Tensor:
+            logits = super().forward(hidden) * 1.0
+            if logits.requires_grad:
+                logits.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+            return logits
+
+    model = tiny_model("llama")
+    model.lm_head = Clipping(24, VOCABULARY).double()
+    streamgrad.enable(model, **OPTIONS)
+    with pytest.raises(ValueError, match="not proportional"):
+        model(**batches.plain(model))
+
+
+def test_backward_hooks_inside_a_head_are_refused():
+    model = tiny_model("llama")
+    model.lm_head = nn.Sequential(nn.Linear(24, 24).double(), model.lm_head)
+    model.lm_head[0].register_full_backward_hook(lambda *_: None)
+    streamgrad.enable(model, **OPTIONS)
+    with pytest.raises(ValueError, match="backward hook on the language-modelling head"):
         model(**batches.plain(model))

@@ -160,8 +160,8 @@ class _Outcomes:
         self._without_gradient = without | self._without_gradient
 
     def __del__(self) -> None:
-        for parameter in self._without_gradient.values():
-            parameter.grad = None
+        while self._without_gradient:  # emptied, as `check` calls this before
+            self._without_gradient.popitem()[1].grad = None
 
     def check(self) -> None:
         """Raise for the layer that deviates most, if one does by more than is allowed."""

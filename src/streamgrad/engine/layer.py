@@ -19,6 +19,7 @@ import contextlib
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,16 +131,16 @@ class StreamedCall:
         """Return a stream for the whole sequence, of which this process has `length` tokens."""
         return KeyValueStream(self.sharing.ranks * length, tensors)
 
-    def trial(self) -> Trial:
-        """Return the test, run before the first step in chunks, that chunks give what the whole sequence gives."""
-        return Trial(self.layer, self.name, self._run_alone, self.adapters, self.forward, self.chunk_size)
+    def trial(self, length: int) -> Trial:
+        """Return what shows, before the first step in chunks, whether chunks give what the whole sequence would."""
+        return Trial(self.layer, self.name, partial(self._run_alone, length), self.adapters, self.forward)
 
-    def _run_alone(self, h_BNE: Tensor, parts: Sequence[Span]) -> Tensor:
-        """Run the layer on parts of few tokens, each of which sees only itself."""
-        outputs = []
-        for span in parts:
-            chunk = LoneTokens(*span)
-            outputs.append(self.run(h_BNE[:, slice(*span)], chunk))
+    def _run_alone(self, length: int, h_BNE: Tensor, parts: Sequence[Span]) -> Tensor:
+        """Run the layer on parts of few tokens, each of which sees itself only, in the last places of the sequence."""
+        first, outputs = length - h_BNE.shape[1], []
+        for start, stop in parts:
+            chunk = LoneTokens(first + start, first + stop)
+            outputs.append(self.run(h_BNE[:, start:stop], chunk))
             chunk.check_finished()
         return torch.cat(outputs, dim=1)
 
@@ -147,7 +148,7 @@ class StreamedCall:
 def _named_in_errors(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Let errors in a layer's backward say which layer it was; a traceback shows code that all layers share."""
 
-    def named(ctx: Any, *gradients: Tensor) -> Any:
+    def named(ctx: Any, *gradients: Tensor | None) -> Any:
         call, doing = ctx.call, "was run again for backward"
         try:
             with naming_shortage(lambda: call.shortage(ctx.h_shape, doing, call.on_shortage())):
@@ -166,6 +167,7 @@ class _StreamedLayer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: StreamedCall, h_BTE: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.call, ctx.parameters = call, parameters
+        ctx.set_materialize_grads(False)
         ctx.autocast, ctx.tape = Autocast(h_BTE.device.type), call.random_tape(h_BTE)
         ctx.guard, ctx.kept = RerunGuard(call.layer, parameters, call.name, call.adapters), call.kept(h_BTE)
         ctx.h_shape, ctx.h_dtype = h_BTE.shape, h_BTE.dtype
@@ -178,7 +180,7 @@ class _StreamedLayer(torch.autograd.Function):
     @first_order_only
     @_named_in_errors
     @labelled("activations")
-    def backward(ctx: Any, *gradients_BT: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients_BT: Tensor | None) -> tuple[Tensor | None, ...]:
         reader = ctx.kept.reader(ctx)  # raises if backward has run before
         call: StreamedCall = ctx.call
         guard: RerunGuard = ctx.guard
@@ -201,17 +203,19 @@ class _StreamedLayer(torch.autograd.Function):
                     check_leaves(out_BLE, [h_BLE, *accumulators.tensors, *chunk.inputs], call.name)
                 # No output is left if the layer does not use its only trainable parameter.
                 made = zip([out_BLE, *chunk.recorded], gradients_BT, strict=True)
-                outputs = [*((output, whole[:, start:stop]) for output, whole in made), *chunk.outputs()]
+                outputs = [(output, whole[:, start:stop]) for output, whole in made if whole is not None]
+                outputs += chunk.outputs()
                 outputs = [(output, gradient) for output, gradient in outputs if output.requires_grad]
                 if outputs:
                     torch.autograd.backward([output for output, _ in outputs], [gradient for _, gradient in outputs])
                 chunk.settle()
-                if ctx.needs_input_grad[1]:
+                if ctx.needs_input_grad[1] and (h_BLE.grad is not None or gradients_BT[0] is not None):
                     if len(chunks) == 1:
                         dh_BTE = gradient_of_input(h_BLE, call.layer)
                     else:
                         with memory_label("hidden states"):
-                            dh_BTE = h_BLE.new_empty(ctx.h_shape) if dh_BTE is None else dh_BTE
+                            new = h_BLE.new_zeros if gradients_BT[0] is None else h_BLE.new_empty
+                            dh_BTE = new(ctx.h_shape) if dh_BTE is None else dh_BTE
                         dh_BTE[:, start:stop] = gradient_of_input(h_BLE, call.layer)
                 # Free them and their gradients before the next chunk runs.
                 del h_BLE, attended, chunk, out_BLE, made, outputs
@@ -247,7 +251,7 @@ def _forward(
         if replaced or [buffer._version for buffer in buffers] != versions:
             raise SeamError("its layers change a buffer in forward, which would happen once a chunk and again in backward")
         if index == 0 and stop < h_BTE.shape[1]:
-            call.trial()(h_BTE)
+            call.trial(h_BTE.shape[1])(h_BTE)
         if guard is not None:
             guard.note(out_BLE)
         if kept is not None:

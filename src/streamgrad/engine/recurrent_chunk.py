@@ -164,18 +164,9 @@ class RecurrentCall(StreamedCall):
     def new_stream(self, length: int, tensors: tuple[Tensor, Tensor] | None = None) -> Any:
         return RecurrentStates(self.names)
 
-    def trial(self) -> Trial:
+    def trial(self, length: int) -> Trial:
         """Return the trial of a layer whose code may ignore the state before a chunk."""
-        return Trial(
-            self.layer,
-            self.name,
-            self._run_from_start,
-            self.adapters,
-            self.forward,
-            self.chunk_size,
-            least=2,
-            mixes_by_states=True,
-        )
+        return Trial(self.layer, self.name, self._run_from_start, self.adapters, self.forward, least=2, mixes_by_states=True)
 
     def _run_from_start(self, h_BNE: Tensor, parts: Sequence[Span]) -> Tensor:
         """Run the layer on the parts of one sequence, each from the states after the one before."""

@@ -7,11 +7,12 @@ the sequence may be in a hook. So the layer is run, with attention reduced to th
 
 - Its output at some tokens must have no derivative by other tokens. Exactly none: zeros stay zeros in every precision.
 - Its output must be the same in one chunk as in several. This finds what has no derivative, as a maximum that sets a scale, and
-  what counts positions inside the chunk.
-- It may read no trainable tensor but its own parameters.
+  what counts positions inside the chunk. So must the gradients of its parameters, summed over chunks.
+- It may read no trainable tensor but its own parameters, and keep none with its graph.
 - What it draws at random must be drawn for tokens. One draw a call (a module that is dropped as a whole) would be one a chunk.
 
-Parameters that are zero, as the last one of a new adapter is, would hide what is behind them. They are replaced for the trial.
+Zeros in trainable parameters, as in the last one of a new adapter, would hide what is behind them. They are replaced for the
+trial.
 
 Shapes: B batch, H query heads, G key/value heads, T sequence, N tokens of the trial, D head size, E model width.
 """
@@ -28,6 +29,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as _module
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamgrad.engine.grad_accumulator import swapped_parameters
@@ -42,10 +45,10 @@ Span = tuple[int, int]
 RunChunks = Callable[[Tensor, Sequence[Span]], Tensor]
 
 _MOST_TOKENS = 32
+_LARGEST_COMPARED = 1 << 22  # elements of a parameter
+_DRAWS = {"16 bits": 8, "32 bits": 3, "64 bits": 1}
 # What each layer consisted of when its trial passed.
 _PASSED: weakref.WeakKeyDictionary[nn.Module, Hashable] = weakref.WeakKeyDictionary()
-
-
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -79,6 +82,7 @@ class Trial:
         forward: identifies the layer's own forward, which is replaced while the layer is streamed.
         least: the fewest tokens that a chunk may have.
         mixes_by_states: the layer hands states from token to token, so tokens do depend on earlier ones.
+        is_scaled_later: gradients are computed before the loss's own is known, so they must be linear in it.
     """
 
     layer: nn.Module
@@ -86,15 +90,20 @@ class Trial:
     run: RunChunks
     adapters: AdapterFacts
     forward: Hashable = None
-    chunk_size: int = _MOST_TOKENS
     least: int = 1
     mixes_by_states: bool = False
+    is_scaled_later: bool = False
 
     def __call__(self, h_BTE: Tensor) -> None:
         """Raise `SeamError` where the layer, called with `h_BTE`, would give something else in chunks; once for each layer."""
-        modules = modules_of(self.layer)
-        contents = self.forward, _contents(modules, self.adapters)
-        tokens = min(_MOST_TOKENS, h_BTE.shape[1], max(self.chunk_size, 8))
+        modules, tokens = modules_of(self.layer), min(_MOST_TOKENS, h_BTE.shape[1])
+        contents = (
+            tokens,
+            self.forward,
+            tuple(_module._global_forward_hooks),
+            tuple(_module._global_forward_pre_hooks),
+            _contents(modules, self.adapters),
+        )
         if h_BTE.is_meta or tokens < 2 * self.least or _PASSED.get(self.layer) == contents:
             return
         devices = [device for device in {h_BTE.device, *(p.device for p in parameters_in(modules))} if device.type == "cuda"]
@@ -107,56 +116,35 @@ class Trial:
         with (
             torch.random.fork_rng(devices=devices),
             own_graph(),
+            torch.enable_grad(),
             swapped_parameters(self.layer, _stand_ins(modules)),
             _unchanged_buffers(self.layer),
+            contextlib.ExitStack() as quiet,
         ):
-            draws = self._check_derivatives(draw(), RandomTape(devices))
-            autocast.forget_casts()
-            with in_eval_mode(modules) if draws else contextlib.nullcontext(), torch.no_grad():
-                compared = self._check_chunks(draw, _cut(tokens, self.least))
-            autocast.forget_casts()
-        if compared:
+            try:
+                # Without dropout, whose draws differ from chunk to chunk; in training mode otherwise, as far as that is possible.
+                for silenced in ([module for module in modules if isinstance(module, _DropoutNd)], modules):
+                    if not self._draws(draw(), devices):
+                        break
+                    self._check_draws(draw())
+                    quiet.enter_context(in_eval_mode(silenced))
+                passed = self._check_chunks(draw, _cut(tokens, self.least))
+            finally:
+                autocast.forget_casts()
+        if passed:
             _PASSED[self.layer] = contents
 
-    def _check_derivatives(self, h_BNE: Tensor, tape: RandomTape) -> bool:
-        """Raise where the output at some tokens has a derivative by others; return whether random numbers were drawn."""
-        tokens = h_BNE.shape[1]
-        h_BNE.requires_grad_()
-        pythons = random.getstate()
-        with torch.enable_grad(), tape.recording(0):
-            out_BNE = self.run(h_BNE, [(0, tokens)])
+    def _draws(self, h_BNE: Tensor, devices: Sequence[torch.device]) -> bool:
+        """Return whether random numbers are drawn from torch; raise where they are drawn from elsewhere."""
+        tape, pythons = RandomTape(devices), random.getstate()
+        with torch.no_grad(), tape.recording(0):
+            self.run(h_BNE, [(0, h_BNE.shape[1])])
         if random.getstate() != pythons:
             random.setstate(pythons)
             raise SeamError(
                 f"{self.name} draws from Python's random module, and would draw again for every chunk and in backward"
             )
-        check_leaves(out_BNE, [h_BNE, *parameters_in(modules_of(self.layer))], self.name)
-        if out_BNE.requires_grad and not self.mixes_by_states:
-            self._check_jacobian(out_BNE, h_BNE)
-        if tape.has_draws:
-            self._check_draws(h_BNE.detach())
         return tape.has_draws
-
-    def _check_jacobian(self, out_BNE: Tensor, h_BNE: Tensor) -> None:
-        generator = torch.Generator().manual_seed(1)
-        chosen_N = torch.rand(h_BNE.shape[1], generator=generator) < 0.5
-        chosen_N[0], chosen_N[-1] = True, False
-        dout_BNE = torch.randn(out_BNE.shape, generator=generator).to(out_BNE)
-        some_BNE = dout_BNE.clone()
-        some_BNE[:, ~chosen_N] = 0
-        of_some, of_all = (
-            torch.autograd.grad(out_BNE, h_BNE, gradient, retain_graph=True, allow_unused=True)[0]
-            for gradient in (some_BNE, dout_BNE)
-        )
-        if of_some is None or of_all is None or not of_all.isfinite().all():
-            return
-        if of_some[:, ~chosen_N].any():
-            raise SeamError(
-                f"{self.name} mixes tokens outside of attention: its outputs have derivatives by the inputs of other tokens"
-            )
-        error_BN = _token_difference(of_some[:, chosen_N], of_all[:, chosen_N], 0.0)
-        if (error_BN > largest_rounding(of_all)).any():
-            raise SeamError(f"{self.name} mixes tokens in backward: a token's gradient depends on the gradients of others")
 
     def _check_draws(self, h_BNE: Tensor) -> None:
         tokens = h_BNE.shape[1]
@@ -172,27 +160,110 @@ class Trial:
             )
 
     def _check_chunks(self, draw: Callable[[], Tensor], parts: Sequence[Span]) -> bool:
-        """Raise where tokens differ between one chunk and several; return whether there was something to compare.
+        """Raise where one chunk and several differ, in outputs or gradients; return whether there was something to compare.
 
-        Where rounding decides, a router may send a token to another expert, in 16 bits one in a few. So there must be, in every
-        draw, differences at the same place or at all tokens of a chunk.
+        Where rounding decides, a router may send a token to another expert, in 16 bits one in a few. So there must be
+        differences in every draw; in 16 bits at the same token, at all tokens of a chunk, or in most of the gradient.
         """
-        suspects_N: Tensor | None = None
-        for _ in range(8):
-            h_BNE = draw()
-            whole_BNE = self.run(h_BNE, [(0, h_BNE.shape[1])])
-            before = h_BNE if whole_BNE.shape == h_BNE.shape else 0.0  # a head makes logits of hidden states
-            difference_BN = _token_difference(self.run(h_BNE, parts), whole_BNE, before)
-            if not whole_BNE.isfinite().all():
+        suspects_BN: Tensor | None = None
+        for _ in range(_DRAWS[_precision(h_BNE := draw())]):
+            found = self._compared(h_BNE.requires_grad_(), parts)
+            if found is None:
                 return False
-            differs_N = (difference_BN > largest_rounding(whole_BNE)).all(dim=0)
-            suspects_N = differs_N if suspects_N is None else suspects_N & differs_N
-            if not suspects_N.any() and not any(differs_N[slice(*span)].all() for span in parts):
+            differs_BN, gradients_differ = found
+            suspects_BN = differs_BN if suspects_BN is None else suspects_BN & differs_BN
+            if _precision(h_BNE) == "16 bits":
+                differ = suspects_BN.any() or any(differs_BN[:, slice(*span)].all(dim=1).any() for span in parts)
+            else:
+                differ = differs_BN.any()
+            if not differ and not gradients_differ:
                 return True
+            h_BNE = draw()
         raise SeamError(
-            f"{self.name} gives other outputs for tokens in chunks than for all at once, so something beside attention depends "
-            "on the other tokens of a chunk or on the place in it"
+            f"{self.name} gives other outputs or gradients for tokens in chunks than for all at once, so something beside "
+            "attention depends on the other tokens of a chunk or on the place in it"
         )
+
+    def _compared(self, h_BNE: Tensor, parts: Sequence[Span]) -> tuple[Tensor, bool] | None:
+        """Return which tokens differ, (B, N), and whether gradients do; None where the layer's outputs are not finite."""
+        modules = modules_of(self.layer)
+        stored, buffers = _stored_tensors(modules), [(buffer, buffer._version) for buffer in self.layer.buffers()]
+        whole_BNE = self.run(h_BNE, [(0, h_BNE.shape[1])])
+        check_leaves(whole_BNE, [h_BNE, *parameters_in(modules)], self.name)
+        if any(buffer._version != version for buffer, version in buffers):
+            raise SeamError(f"{self.name} changes a buffer whenever it is called")
+        if _stored_tensors(modules) - stored:
+            raise SeamError(
+                f"{self.name} keeps a tensor with its graph on a module, as for a loss of its own, which would be one of a chunk"
+            )
+        parts_BNE = self.run(h_BNE, parts)
+        if not whole_BNE.isfinite().all():
+            return None
+        before = h_BNE if whole_BNE.shape == h_BNE.shape else 0.0  # a head makes logits of hidden states
+        difference_BN = _token_difference(parts_BNE.detach(), whole_BNE.detach(), before)
+        differs_BN = difference_BN > self._largest_rounding(whole_BNE)
+        if not whole_BNE.requires_grad or self.mixes_by_states:  # states take part of the gradient from chunk to chunk
+            return differs_BN, False
+        return differs_BN, self._gradients_differ(h_BNE, whole_BNE, parts_BNE)
+
+    def _gradients_differ(self, h_BNE: Tensor, whole_BNE: Tensor, parts_BNE: Tensor) -> bool:
+        """Return whether gradients differ between one chunk and several; raise where a token has some of another's."""
+        generator = torch.Generator().manual_seed(1)
+        dout_BNE = torch.randn(whole_BNE.shape, generator=generator).to(whole_BNE)
+        inputs = [h_BNE, *_worth_comparing(modules_of(self.layer))]
+
+        def gradients(out_BNE: Tensor, dout_BNE: Tensor, count: int) -> list[Tensor | None]:
+            return list(torch.autograd.grad(out_BNE, inputs[:count], dout_BNE, retain_graph=True, allow_unused=True))
+
+        expected = gradients(whole_BNE, dout_BNE, len(inputs))
+        if expected[0] is not None:
+            self._check_jacobian(h_BNE, whole_BNE, dout_BNE, expected[0], gradients)
+        actual = gradients(parts_BNE, dout_BNE, len(inputs))
+        if [each is None for each in actual] != [each is None for each in expected]:
+            return True
+        pairs = [(ours, theirs) for ours, theirs in zip(actual, expected, strict=True) if ours is not None and theirs is not None]
+        largest = max((theirs.float().norm().item() for _, theirs in pairs), default=0.0)
+        allowed = 0.25 if _precision(h_BNE) == "16 bits" else 10 * self._largest_rounding(h_BNE)
+        # Also relative to the largest: what is zero but for rounding differs from itself.
+        return any(
+            (ours - theirs).float().norm().item() > allowed * (theirs.float().norm().item() + 1e-3 * largest)
+            for ours, theirs in pairs
+        )
+
+    def _check_jacobian(
+        self, h_BNE: Tensor, out_BNE: Tensor, dout_BNE: Tensor, of_all_BNE: Tensor, gradients: Callable[..., list[Tensor | None]]
+    ) -> None:
+        chosen_N = torch.rand(h_BNE.shape[1], generator=torch.Generator().manual_seed(2)) < 0.5
+        chosen_N[0], chosen_N[-1] = True, False
+        some_BNE = dout_BNE.clone()
+        some_BNE[:, ~chosen_N] = 0
+        of_some_BNE = gradients(out_BNE, some_BNE, 1)[0]
+        if of_some_BNE is None or not of_all_BNE.isfinite().all():
+            return
+        if of_some_BNE[:, ~chosen_N].any():
+            raise SeamError(
+                f"{self.name} mixes tokens outside of attention: its outputs have derivatives by the inputs of other tokens"
+            )
+        error_BN = _token_difference(of_some_BNE[:, chosen_N], of_all_BNE[:, chosen_N], 0.0)
+        if (error_BN > self._largest_rounding(of_all_BNE)).any():
+            raise SeamError(f"{self.name} mixes tokens in backward: a token's gradient depends on the gradients of others")
+        if self.is_scaled_later:
+            scaled_BNE = gradients(out_BNE, 1024 * dout_BNE, 1)[0]
+            assert scaled_BNE is not None
+            if (_token_difference(scaled_BNE / 1024, of_all_BNE, 0.0) > self._largest_rounding(of_all_BNE)).any():
+                raise SeamError(
+                    f"{self.name} has a gradient that is not proportional to the loss's own (a hook, or code that clips)"
+                )
+
+    def _largest_rounding(self, tensor: Tensor) -> float:
+        """Return the largest relative difference that counts as rounding; scans over states sum in another order in chunks."""
+        return {"16 bits": 0.02, "32 bits": 2e-3, "64 bits": 1e-4 if self.mixes_by_states else 1e-6}[_precision(tensor)]
+
+
+def _precision(tensor: Tensor) -> str:
+    """Return in how many bits a layer computes; bf16 has 8, and products of fp32 may have 10."""
+    in_16_bits = tensor.dtype.itemsize == 2 or torch.is_autocast_enabled(tensor.device.type)
+    return "16 bits" if in_16_bits else "64 bits" if tensor.dtype == torch.float64 else "32 bits"
 
 
 def _token_difference(actual_BNE: Tensor, expected_BNE: Tensor, h_BNE: Tensor | float) -> Tensor:
@@ -201,15 +272,25 @@ def _token_difference(actual_BNE: Tensor, expected_BNE: Tensor, h_BNE: Tensor | 
     That difference of output and input carries the output's rounding, so a part of the output is added to the scale.
     """
     error, change, whole = (
-        tensor.flatten(2).float().norm(dim=2) for tensor in (actual_BNE - expected_BNE, expected_BNE - h_BNE, expected_BNE)
+        tensor.detach().flatten(2).float().norm(dim=2)
+        for tensor in (actual_BNE - expected_BNE, expected_BNE - h_BNE, expected_BNE)
     )
     return error / (change + 0.4 * whole).clamp(min=1e-30)
 
 
-def largest_rounding(tensor: Tensor) -> float:
-    """Return the largest relative difference that counts as rounding: bf16 has 8 bits, and fp32 products may have 10."""
-    in_16_bits = tensor.dtype.itemsize == 2 or torch.is_autocast_enabled(tensor.device.type)
-    return 0.02 if in_16_bits else 0.002
+def _worth_comparing(modules: Sequence[nn.Module]) -> list[Tensor]:
+    """Return the trainable parameters but for the largest: gradients of matrices, by far most, are sums over tokens."""
+    return [p for p in parameters_in(modules) if p.requires_grad and p.numel() <= _LARGEST_COMPARED]
+
+
+def _stored_tensors(modules: Sequence[nn.Module]) -> set[tuple[int, str]]:
+    """Return where modules hold tensors with a graph, beside parameters and buffers."""
+    return {
+        (id(module), name)
+        for module in modules
+        for name, value in module.__dict__.items()
+        if isinstance(value, Tensor) and value.grad_fn is not None
+    }
 
 
 def _cut(tokens: int, least: int) -> list[Span]:
@@ -221,13 +302,15 @@ def _cut(tokens: int, least: int) -> list[Span]:
 
 
 def _contents(modules: Sequence[nn.Module], adapters: AdapterFacts) -> Hashable:
-    """Return what tells whether a layer is still the one that was tried: its modules, their switches, hooks, forwards inside."""
+    """Return what tells whether a layer is still the one that was tried: modules, code, switches, hooks, what is trained."""
     return tuple(
         (
             id(module),
-            type(module),
-            *((name, value) for name, value in module.__dict__.items() if type(value) is bool),
+            type(module).forward,
+            *((name, value) for name, value in module.__dict__.items() if type(value) in (bool, float, str)),
             *(tuple(module.__dict__[kind]) for kind in _HOOKS),
+            *(p.requires_grad for p in module._parameters.values() if p is not None),
+            *(buffer._version for buffer in module._buffers.values() if buffer is not None),
             None if module is modules[0] else id(module.__dict__.get("forward")),
             *map(str, adapters.state(module)),
         )
@@ -236,14 +319,14 @@ def _contents(modules: Sequence[nn.Module], adapters: AdapterFacts) -> Hashable:
 
 
 def _stand_ins(modules: Sequence[nn.Module]) -> dict[int, Tensor]:
-    """Return random values for the parameters that are zero, by their id."""
-    parameters = [parameter for parameter in parameters_in(modules) if type(parameter) is nn.Parameter]
-    parameters = [parameter for parameter in parameters if parameter.is_floating_point() and parameter.numel()]
-    generator, found = torch.Generator().manual_seed(2), {}
-    for parameter in parameters:
-        if not parameter.any():
-            values = 0.1 * torch.randn(parameter.shape, generator=generator)
-            found[id(parameter)] = values.to(parameter).requires_grad_(parameter.requires_grad)
+    """Return copies of trainable parameters that have zeros (more than stray ones), with random values in their place, by id."""
+    generator, found = torch.Generator().manual_seed(3), {}
+    for parameter in parameters_in(modules):
+        if type(parameter) is nn.Parameter and parameter.requires_grad and parameter.is_floating_point():
+            is_zero = parameter.detach() == 0
+            if is_zero.sum() * 1000 > is_zero.numel():
+                values = 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter)
+                found[id(parameter)] = torch.where(is_zero, values, parameter.detach()).requires_grad_()
     return found
 
 

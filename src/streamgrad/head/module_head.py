@@ -36,7 +36,9 @@ def summed_module_cross_entropy(
     refuse_transforms("the streamed head")
     parameters = trainable_parameters(module)
     name = f"its language-modelling head, a {type(module).__name__},"
-    Trial(module, name, _in_parts(run), NO_ADAPTERS)(hidden_NE.unsqueeze(0))
+    Trial(module, name, _in_parts(run), NO_ADAPTERS, id(getattr(run, "__func__", run)), is_scaled_later=True)(
+        hidden_NE.unsqueeze(0)
+    )
     if not torch.is_grad_enabled() or not (hidden_NE.requires_grad or parameters):
         with torch.no_grad():
             return _total(module, run, hidden_NE, rows, logit_map), rows.count

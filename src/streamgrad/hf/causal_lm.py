@@ -24,7 +24,7 @@ from streamgrad.config import StreamConfig
 from streamgrad.engine.guards import protect_gradients
 from streamgrad.engine.in_use import InUse
 from streamgrad.engine.kv_chunk import SeamError, UnknownSeamAttribute
-from streamgrad.engine.module_walk import parameters_of
+from streamgrad.engine.module_walk import modules_of, parameters_of
 from streamgrad.engine.shortage import ShortOfMemory
 from streamgrad.head.cross_entropy import mean_of, summed_cross_entropy
 from streamgrad.head.linear_head import LogitMap
@@ -280,7 +280,7 @@ class _HeadJob:
 
 def refuse_backward_hooks(head: nn.Module) -> None:
     """Raise if a backward hook watches `head`, which is streamed while gradients are computed."""
-    hooks = head._backward_hooks or head._backward_pre_hooks
+    hooks = any(module._backward_hooks or module._backward_pre_hooks for module in modules_of(head))
     if hooks or _module._global_backward_hooks or _module._global_backward_pre_hooks:
         raise ValueError(
             f"a backward hook on {'the language-modelling head' if hooks else 'all modules'} cannot be called: the streamed head "

@@ -238,7 +238,7 @@ class _DecoderCall:
                 host_store=self.stream.host_store,
                 sharing=self.sequences.sharing,
                 adapters=PEFT_ADAPTERS,
-                forward=getattr(self.forwards[index], "__func__", self.forwards[index]),
+                forward=id(getattr(self.forwards[index], "__func__", self.forwards[index])),
                 index=index,
                 in_use=self.stream.in_use,
                 on_shortage=self.stream.planner.note_shortage,
