@@ -79,6 +79,8 @@ UNDOCUMENTED = {
     "trl/trainer/sft_trainer.py": "add_fused_lm_head router_aux_loss_coef label_smoother compute_loss_func",
     "trl/trainer/dpo_trainer.py": "add_fused_lm_head router_aux_loss_coef",
     "trl/trainer/grpo_trainer.py": "add_fused_lm_head router_aux_loss_coef",
+    "trl/trainer/kto_trainer.py": "add_fused_lm_head router_aux_loss_coef",
+    "trl/trainer/rloo_trainer.py": "add_fused_lm_head router_aux_loss_coef",
     "trl.trainer.utils.FusedCausalLMOutput": "log_probs entropy log_sum_sq_probs mean_logits is_top1 label_mask loss",
     "accelerate/accelerator.py": "parallelism_config",
     "accelerate/parallelism_config.py": "sp_enabled sp_size",

@@ -64,6 +64,11 @@ def pairs(count: int = 8) -> Dataset:
     return Dataset.from_dict({"prompt": sentences(count, 5), "chosen": sentences(count, 6), "rejected": sentences(count, 9)})
 
 
+def judged(count: int = 8) -> Dataset:
+    """Completions, every other one of which is bad."""
+    return completions(count).add_column("label", [i % 2 == 0 for i in range(count)])
+
+
 def prompts(count: int = 8) -> Dataset:
     return Dataset.from_dict({"prompt": sentences(count, 5)})
 

@@ -8,9 +8,10 @@ from trl import SFTConfig
 
 import streamgrad
 from streamgrad import StreamConfig
+from streamgrad.hf.no_logits import NoLogits
 from streamgrad.trl import StreamSFTTrainer, trainers
 from tiny import tiny_model
-from trainer_kinds import KINDS, STREAM, build
+from trainer_kinds import KINDS, REFERENCED, SAMPLED, SCORING, STREAM, build, model_kind
 from trainers import first_step, lora, pairs, settings, texts, tokenizer
 
 # Raised inside TRL, transformers and torch's data loader on a machine without an accelerator; none is about the model.
@@ -47,20 +48,20 @@ def tiny(family: str = "qwen3", **changes):
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("enabled", [False, True])
 def test_a_late_refusal_leaves_no_trace(tmp_path, monkeypatch, name, method, enabled):
-    model = tiny("llama", attention_dropout=0.25)
+    model = tiny("llama", attention_dropout=0.25, **model_kind(name))
     model.config.pad_token_id = 5
     if enabled:
         streamgrad.enable(model, STREAM)
-    extra = {"ref_model": tiny("llama", seed=3)} if name == "dpo" and method == "full" else {}
-    more = {"sft": {}, "dpo": {"disable_dropout": True}, "grpo": {"disable_dropout": True, "beta": 0.0}}[name]
+    extra = {"ref_model": tiny("llama", seed=3)} if name in REFERENCED and method == "full" else {}
+    more = ({} if name == "sft" else {"disable_dropout": True}) | ({"beta": 0.0} if name in SAMPLED else {})
     before = [state(given) for given in (model, *extra.values())]
     refused_late(monkeypatch)
     with pytest.raises(ValueError, match="refused at the end"):
         build(name, tmp_path, model, streamed=True, method=method, extra=extra, **more)
     assert [state(given) for given in (model, *extra.values())] == before
-    if enabled:
+    if enabled and name in SCORING:
         ids = torch.arange(9)[None]
-        assert model(input_ids=ids, labels=ids).logits is None, "no longer streamed"
+        assert isinstance(model(input_ids=ids, labels=ids).logits, NoLogits), "no longer streamed"
 
 
 def test_weights_get_back_their_precision_and_their_rows(tmp_path, monkeypatch):
@@ -122,9 +123,9 @@ def test_columns_that_are_missing(tmp_path):
 @pytest.mark.parametrize("name", KINDS)
 def test_disable_after_a_trainer_restores_forward(tmp_path, name):
     """A trainer's forward goes with the streamed one, and a second trainer's takes the place of the first one's."""
-    model = tiny()
-    extra = {"ref_model": tiny(seed=3)} if name == "dpo" else {}
-    more = {"beta": 0.0} if name == "grpo" else {}
+    model = tiny(**model_kind(name))
+    extra = {"ref_model": tiny(seed=3)} if name in REFERENCED else {}
+    more = {"beta": 0.0} if name in SAMPLED else {}
     for chunk_size in (7, 5):
         for _ in range(2):
             trainer = build(name, tmp_path, model, streamed=True, stream=StreamConfig(chunk_size=chunk_size), extra=extra, **more)
@@ -133,5 +134,6 @@ def test_disable_after_a_trainer_restores_forward(tmp_path, name):
             streamgrad.disable(network)
             for module in (network, network.get_decoder()):
                 assert "forward" not in vars(module) and "_streamgrad" not in vars(module)
-    ids = torch.arange(9)[None]
-    assert model(input_ids=ids, labels=ids).logits is not None
+    if name in SCORING:
+        ids = torch.arange(9)[None]
+        assert not isinstance(model(input_ids=ids, labels=ids).logits, NoLogits)

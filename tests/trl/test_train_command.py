@@ -1,4 +1,4 @@
-"""`streamgrad train sft|dpo|grpo`: offline without flags, TRL's flags and YAML with them, and what it says to a wrong one."""
+"""`streamgrad train OBJECTIVE`: offline without flags, TRL's flags and YAML with them, and what it says to a wrong one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl import SFTTrainer
 
 from streamgrad.cli import main
@@ -51,7 +51,7 @@ def model(tmp_path):
     return tmp_path / "model"
 
 
-@pytest.mark.parametrize("objective", ["sft", "dpo", "grpo"])
+@pytest.mark.parametrize("objective", ["sft", "dpo", "grpo", "kto", "rloo"])
 def test_without_model_and_dataset(train, tmp_path, objective):
     out = tmp_path / "out"
     code, printed, progress = train(objective, "--output_dir", out, "--max_steps", 2, "--logging_steps", 1)
@@ -62,6 +62,18 @@ def test_without_model_and_dataset(train, tmp_path, objective):
     assert any(not torch.equal(a, b) for a, b in zip(trained.parameters(), start.parameters(), strict=True))
     ids = AutoTokenizer.from_pretrained(out)("Down the rabbit-hole", return_tensors="pt")
     assert trained.generate(**ids, max_new_tokens=3, do_sample=False).shape == (1, ids["input_ids"].shape[1] + 3)
+
+
+def test_a_reward_model(train, tmp_path):
+    """It loads as what it is, full and as an adapter, in which the head is trained along."""
+    for flags in ([], ["--use_peft", "--lora_target_modules", "q_proj", "v_proj"]):
+        out = tmp_path / f"out{len(flags)}"
+        code, printed, _ = train("reward", "--output_dir", out, "--max_steps", 2, "--logging_steps", 1, *flags)
+        assert code == 0 and f"Saved: {out}" in printed and "at step 2" in printed
+        kind = AutoPeftModelForSequenceClassification if flags else AutoModelForSequenceClassification
+        scorer = kind.from_pretrained(out, num_labels=1)
+        assert scorer(torch.tensor([[5, 6, 7]])).logits.shape == (1, 1)
+    assert "score" in scorer.peft_config["default"].modules_to_save
 
 
 def test_flags_yaml_and_adapters(train, tmp_path, model, monkeypatch):
@@ -145,6 +157,7 @@ def test_help_is_that_of_trl(train):
         (["sft", "--save_steps", "-3"], "save_steps=-3.* must be above 0"),
         (["sft", "--model_init_kwargs", "5"], "model_init_kwargs='5' must be a JSON object"),
         (["sft", "--accelerator_config", "nowhere.json"], "could not be read.*nowhere.json"),
+        (["kto", "--desirable_weight", "nan"], "desirable_weight must be finite, got nan"),
         (["grpo", "--num_generations", "0"], "a count such as --num_generations is 0"),
         (["grpo", "--num_iterations", "0"], "num_iterations must be a whole number .* got 0"),
         (["sft", "--model_name_or_path", "./nomodel", "--bf16", "false"], "model='./nomodel': there is no such directory"),
@@ -249,7 +262,7 @@ def test_errors_of_a_reward_keep_their_traceback(train, tmp_path, monkeypatch):
 
 
 def test_an_unknown_objective():
-    with pytest.raises(ValueError, match="'ppo' is not an objective. Pass one of sft, dpo, grpo"):
+    with pytest.raises(ValueError, match="'ppo' is not an objective. Pass one of sft, dpo, grpo, kto, reward, rloo"):
         Command.parse("ppo", [])
 
 

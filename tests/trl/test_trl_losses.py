@@ -11,17 +11,31 @@ from contextlib import ExitStack
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 from gradients import assert_as_exact_as_plain, assert_same_step, assert_step_as_exact_as_plain, more, no_float32
 from lora import with_lora
 from streamgrad import StreamConfig
-from streamgrad.trl import StreamDPOTrainer, StreamGRPOTrainer, StreamSFTTrainer
 from tiny import tiny_model
+from trainer_kinds import KINDS, model_kind
 from trainers import (
     completions,
     conversations,
     first_step,
+    judged,
     lora,
     pairs,
     prompts,
@@ -37,7 +51,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 
 METHODS = ("full", "lora")
 STREAM = StreamConfig(chunk_size=7, head_chunk_size=6)
-STREAMED = {SFTTrainer: StreamSFTTrainer, DPOTrainer: StreamDPOTrainer, GRPOTrainer: StreamGRPOTrainer}
+STREAMED = {stock: ours for stock, ours, *_ in KINDS.values()}
 
 
 def step_of(kind, arguments, model, *, dtype=torch.float64, drift=0.0, **inputs):
@@ -127,8 +141,8 @@ DPO = {
 }  # fmt: skip
 
 
-def reference(dtype=torch.float64):
-    return tiny_model("qwen3", dtype=dtype, seed=3)
+def reference(seed: int = 3):
+    return tiny_model("qwen3", seed=seed)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -229,6 +243,12 @@ EXPERTS = {
         GRPOTrainer, GRPOConfig, {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 9},
         {"train_dataset": prompts(), "reward_funcs": reward},
     ),
+    "kto": (KTOTrainer, KTOConfig, {}, {"train_dataset": judged(), "ref_model": lambda: tiny_model("qwen3_moe", seed=3)}),
+    "rloo": (
+        RLOOTrainer, RLOOConfig,
+        {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 9, "beta": 0.0},
+        {"train_dataset": prompts(), "reward_funcs": reward},
+    ),
 }  # fmt: skip
 
 
@@ -238,6 +258,82 @@ def test_balance_loss_of_experts(tmp_path, name):
     arguments = settings(config, tmp_path, **{"router_aux_loss_coef": 0.3} | options)
     metrics = assert_equals_stock(stock, arguments, lambda dtype: tiny_model("qwen3_moe", dtype=dtype), **inputs)
     assert metrics["aux_loss"] > 0
+
+
+RLOO = {
+    "alone": {},
+    "KL": {"beta": 0.1},
+    "clip": {"epsilon": 0.1, "epsilon_high": 0.3},
+    "temperature": {"temperature": 0.7},
+    "advantages": {"normalize_advantages": True, "reward_clip_range": [-1.0, 1.0]},
+    "truncated masked": {"mask_truncated_completions": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", RLOO)
+def test_rloo(tmp_path, name, method, saved_model):
+    """As `test_grpo`; the ratio is that of a whole completion."""
+    arguments = settings(
+        RLOOConfig, tmp_path, **{"beta": 0.0} | RLOO[name], num_generations=4, per_device_train_batch_size=4,
+        max_completion_length=9, num_iterations=2,
+    )  # fmt: skip
+    metrics = assert_equals_stock(
+        RLOOTrainer, arguments, saved_model, drift={"full": 0.03, "lora": 0.1}[method], train_dataset=prompts(),
+        reward_funcs=reward, **adapted(method),
+    )  # fmt: skip
+    assert metrics["reward_std"] > 0 and metrics["clip_ratio/region_mean"] > 0
+    # Measured when completions are sampled, where a policy without adapters is its own reference.
+    assert ("kl" in metrics) == (name == "KL")
+    assert metrics.get("kl", 0) != 0 or name != "KL" or method == "full"
+
+
+KTO = {
+    "kto": {},
+    "apo_zero_unpaired": {"loss_type": "apo_zero_unpaired"},
+    "weighted": {"desirable_weight": 1.3, "undesirable_weight": 0.7, "beta": 0.3},
+    "precomputed": {"precompute_ref_log_probs": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", KTO)
+def test_kto(tmp_path, name, method):
+    """Good and bad completions of different lengths; the KL is of completions of other prompts, in passes of their own."""
+    arguments = settings(KTOConfig, tmp_path, per_device_train_batch_size=4, **KTO[name])
+    # TRL cuts off an estimate of KL below zero. That of this reference is above.
+    extra = adapted(method) or {"ref_model": lambda: reference(5)}
+    metrics = assert_equals_stock(KTOTrainer, arguments, qwen3, train_dataset=judged(), **extra)
+    assert {"rewards/chosen", "logps/rejected", "logits/chosen", "entropy"} <= metrics.keys()
+    assert metrics["rewards/margins"] != 0
+    if method == "full":
+        assert (metrics["kl"] > 0) == (name != "apo_zero_unpaired")
+
+
+def margins() -> dict:
+    return {"train_dataset": pairs().add_column("margin", [0.1 * i for i in range(8)])}
+
+
+REWARD = {
+    "plain": ("qwen3", {}, {}),
+    "centred": ("qwen3", {"center_rewards_coefficient": 0.1}, {}),
+    "margins": ("qwen3", {}, margins()),
+    "experts": ("qwen3_moe", {}, {}),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", REWARD)
+def test_reward(tmp_path, name, method):
+    """Also with margins, which TRL passes to the model too, and with experts, for whose routing it adds no loss here."""
+    family, options, inputs = REWARD[name]
+    arguments = settings(RewardConfig, tmp_path, per_device_train_batch_size=3, **options)
+    extra = {"peft_config": lora(modules_to_save=["score"])} if method == "lora" else {}
+    metrics = assert_equals_stock(
+        RewardTrainer, arguments, lambda dtype: tiny_model(family, dtype=dtype, **model_kind("reward")),
+        **{"train_dataset": pairs()} | inputs, **extra,
+    )  # fmt: skip
+    assert metrics["margin"] != 0
 
 
 @more
@@ -268,6 +364,7 @@ FLOAT32 = {
         {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 9, "entropy_coef": 0.1},
         {"train_dataset": prompts(), "reward_funcs": reward},
     ),
+    "kto": (KTOTrainer, KTOConfig, {}, {"train_dataset": judged()}),
 }
 
 

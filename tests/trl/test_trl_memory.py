@@ -6,11 +6,11 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
-from trl import DPOConfig, DPOTrainer, GRPOConfig, SFTConfig
+from trl import DPOConfig, DPOTrainer, GRPOConfig, KTOConfig, RLOOConfig, SFTConfig
 
 from streamgrad import StreamConfig
 from streamgrad.memory.live_bytes import LiveBytes
-from streamgrad.trl import StreamDPOTrainer, StreamGRPOTrainer, StreamSFTTrainer
+from streamgrad.trl import StreamDPOTrainer, StreamGRPOTrainer, StreamKTOTrainer, StreamRLOOTrainer, StreamSFTTrainer
 from tiny import tiny_model
 from trainers import lora, reward, sentences, settings, tokenizer, trl_on_full_logits
 
@@ -65,6 +65,21 @@ RUNS = {
         lambda count: long(count, "prompt"),
         {
             "num_generations": 2, "max_completion_length": TOKENS, "beta": 0.1, "num_iterations": 2, "entropy_coef": 0.1,
+            "per_device_eval_batch_size": 4, "inputs": {"reward_funcs": reward},
+        },
+    ),
+    "kto": (
+        StreamKTOTrainer,
+        KTOConfig,
+        lambda count: long(count, "prompt", "completion").add_column("label", [i % 2 == 0 for i in range(count)]),
+        {},
+    ),
+    "rloo": (
+        StreamRLOOTrainer,
+        RLOOConfig,
+        lambda count: long(count, "prompt"),
+        {
+            "num_generations": 2, "max_completion_length": TOKENS, "beta": 0.1, "num_iterations": 2,
             "per_device_eval_batch_size": 4, "inputs": {"reward_funcs": reward},
         },
     ),

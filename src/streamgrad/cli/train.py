@@ -1,7 +1,8 @@
-"""`streamgrad train sft|dpo|grpo`: TRL's command line with streamed trainers, and a tiny model and dataset for a run without any.
+"""`streamgrad train OBJECTIVE`: TRL's command line with streamed trainers, and a tiny model and dataset for a run without any.
 
 These need no download. The model has a byte tokenizer and 0.2 M random parameters. The dataset is the demo's text: for SFT as it
-is, for DPO as pairs of a continuation and its words reversed, for GRPO as openings whose continuations should have many "e".
+is, for DPO and reward models as pairs of a continuation and its words reversed, for KTO as either of them with a label, for GRPO
+and RLOO as openings whose continuations should have many "e".
 """
 
 from __future__ import annotations
@@ -18,11 +19,26 @@ _QUICK: dict[str, Any] = {
     "per_device_train_batch_size": 8, "max_steps": 60, "learning_rate": 2e-3, "logging_steps": 10, "save_strategy": "no",
     "report_to": ["none"], "bf16": False, "dataloader_pin_memory": False, "chunk_size": 64,
 }  # fmt: skip
+_SAMPLED: dict[str, Any] = {
+    "num_generations": 8, "max_completion_length": 24, "temperature": 1.0, "max_steps": 80, "learning_rate": 3e-3,
+}  # fmt: skip
 _QUICK_OF: dict[str, dict[str, Any]] = {
     "sft": {"max_steps": 150},
     "dpo": {"per_device_train_batch_size": 4, "learning_rate": 5e-4},
-    "grpo": {"num_generations": 8, "max_completion_length": 24, "temperature": 1.0, "max_steps": 80, "learning_rate": 3e-3},
+    "kto": {"learning_rate": 5e-4},
+    "reward": {"per_device_train_batch_size": 4, "learning_rate": 5e-4},
+    "grpo": _SAMPLED,
+    # Rewards of the tiny model are small beside TRL's default penalty of KL.
+    "rloo": _SAMPLED | {"normalize_advantages": True, "beta": 0.0},
 }  # fmt: skip
+_HELP = {
+    "sft": "Train by supervised fine-tuning. Without flags: a tiny model on an embedded text, in about a minute on a CPU.",
+    "dpo": "Train by direct preference optimization, with all of TRL's losses. Without flags: a tiny model on embedded pairs.",
+    "grpo": "Train by group-relative policy optimization. Without flags: a tiny model learns to write the letter e.",
+    "kto": "Train by Kahneman-Tversky optimization, on good and bad examples. Without flags: a tiny model on embedded ones.",
+    "reward": "Train a reward model. Without flags: a tiny model on embedded pairs.",
+    "rloo": "Train by REINFORCE leave-one-out. Without flags: a tiny model learns to write the letter e.",
+}
 
 
 train = typer.Typer(
@@ -32,22 +48,14 @@ train = typer.Typer(
 _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
-@train.command("sft", context_settings=_PASSED_ON)
-def sft(context: typer.Context) -> None:
-    """Train by supervised fine-tuning. Without flags: a tiny model on an embedded text, in about a minute on a CPU."""
-    run("sft", context.args, Console())
+def _add(objective: str, what: str) -> None:
+    @train.command(objective, help=what, context_settings=_PASSED_ON)
+    def command(context: typer.Context) -> None:
+        run(objective, context.args, Console())
 
 
-@train.command("dpo", context_settings=_PASSED_ON)
-def dpo(context: typer.Context) -> None:
-    """Train by direct preference optimization, with all of TRL's losses. Without flags: a tiny model on embedded pairs."""
-    run("dpo", context.args, Console())
-
-
-@train.command("grpo", context_settings=_PASSED_ON)
-def grpo(context: typer.Context) -> None:
-    """Train by group-relative policy optimization. Without flags: a tiny model learns to write the letter e."""
-    run("grpo", context.args, Console())
+for _objective, _what in _HELP.items():
+    _add(_objective, _what)
 
 
 def run(objective: str, arguments: Sequence[str], console: Console) -> None:
@@ -81,7 +89,7 @@ def run(objective: str, arguments: Sequence[str], console: Console) -> None:
         torch.set_num_threads(1)  # matrices this small gain nothing from more threads
         console.print(f"No model given: a tiny one with random weights, kept in {start}", soft_wrap=True)
     if not command.has_dataset:
-        embedded = {"dataset": embedded_dataset(objective), "reward_funcs": [letter_e] if objective == "grpo" else None}
+        embedded = {"dataset": embedded_dataset(objective), "reward_funcs": [letter_e]}
         console.print("No dataset given: the demo's text", soft_wrap=True)
     try:
         trainer = train_as(command, **embedded)
@@ -91,8 +99,8 @@ def run(objective: str, arguments: Sequence[str], console: Console) -> None:
         )
         raise typer.Exit(130) from None
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    shown = "reward" if objective == "grpo" else "loss"
     if logged:
+        shown = "reward" if "reward" in logged[0] else "loss"
         first, last = (f"{float(entry[shown]):.3f}" for entry in (logged[0], logged[-1]))
         console.print(f"{shown}: {first} at step {logged[0]['step']}, {last} at step {logged[-1]['step']}", soft_wrap=True)
     if trainer.accelerator.num_processes > 1:
@@ -129,14 +137,15 @@ def embedded_dataset(objective: str) -> Any:
     words = TEXT.split()
     windows = [words[start : start + 30] for start in range(0, len(words) - 30, 3)]
     openings, rests = [" ".join(window[:10]) for window in windows], [window[10:] for window in windows]
+    good, bad = ([" " + " ".join(words) for words in side] for side in (rests, [rest[14::-1] for rest in rests]))
+    pairs = {"prompt": openings, "chosen": good, "rejected": bad}
     columns = {
         "sft": {"text": [" ".join(window) for window in windows]},
-        "dpo": {
-            "prompt": openings,
-            "chosen": [" " + " ".join(rest) for rest in rests],
-            "rejected": [" " + " ".join(reversed(rest[:15])) for rest in rests],
-        },
+        "dpo": pairs,
         "grpo": {"prompt": openings},
+        "kto": {"prompt": openings * 2, "completion": good + bad, "label": [True] * len(good) + [False] * len(bad)},
+        "reward": pairs,
+        "rloo": {"prompt": openings},
     }[objective]
     data = Dataset.from_dict(columns).train_test_split(test_size=0.1, seed=0)
     return DatasetDict(train=data["train"], test=data["test"])

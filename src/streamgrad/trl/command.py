@@ -27,7 +27,10 @@ from trl import (
     DatasetMixtureConfig,
     DPOConfig,
     GRPOConfig,
+    KTOConfig,
     ModelConfig,
+    RewardConfig,
+    RLOOConfig,
     ScriptArguments,
     SFTConfig,
     TrlParser,
@@ -36,18 +39,29 @@ from trl import (
     get_quantization_config,
 )
 from trl.scripts.grpo import GRPOScriptArguments
+from trl.scripts.rloo import RLOOScriptArguments
 
 from streamgrad.config import ATTENTION_BACKENDS, FUSED_KERNEL_MODES, KEEP_POLICIES, OFFLOAD_PLACES, StreamConfig, parse_tokens
 from streamgrad.hf.configs import check_causal, short_reason, stored_config
 from streamgrad.hf.presets import check_stored, may_be_on_hub, preset_names
 from streamgrad.trl.checkpoints import checkpoint_to_resume, last_checkpoint, named_if_it_fails
-from streamgrad.trl.trainers import StreamDPOTrainer, StreamGRPOTrainer, StreamSFTTrainer
+from streamgrad.trl.trainers import (
+    StreamDPOTrainer,
+    StreamGRPOTrainer,
+    StreamKTOTrainer,
+    StreamRewardTrainer,
+    StreamRLOOTrainer,
+    StreamSFTTrainer,
+)
 
 # By objective: the trainer, its arguments, and the arguments of TRL's script for it.
 OBJECTIVES: dict[str, tuple[Any, Any, Any]] = {
     "sft": (StreamSFTTrainer, SFTConfig, ScriptArguments),
     "dpo": (StreamDPOTrainer, DPOConfig, ScriptArguments),
     "grpo": (StreamGRPOTrainer, GRPOConfig, GRPOScriptArguments),
+    "kto": (StreamKTOTrainer, KTOConfig, ScriptArguments),
+    "reward": (StreamRewardTrainer, RewardConfig, ScriptArguments),
+    "rloo": (StreamRLOOTrainer, RLOOConfig, RLOOScriptArguments),
 }
 
 
@@ -123,6 +137,8 @@ class Command:
             usage="%(prog)s [--config FILE.yaml] [flags of TRL and streamgrad; --help lists them]",
             description=alone and f"Without --model_name_or_path a tiny model is trained, with defaults of its own: {alone}.",
         )
+        if objective == "reward":
+            parser.set_defaults_with_config(lora_task_type="SEQ_CLS")  # by which PEFT trains the head too
         try:
             # The model's options first: the defaults of TrainingArguments, which checks itself when made, depend on them.
             only_model = TrlParser((ModelConfig,), add_help=False)
@@ -176,7 +192,7 @@ class Command:
         config = stored_config(name, revision=self.model.model_revision, trust_remote_code=self.training.trust_remote_code)
         if config.is_encoder_decoder:
             check_causal(config)
-        if not config.architectures:
+        if not config.architectures and self.objective != "reward":
             raise ValueError(
                 f"the config.json of model={name!r} has no architectures, by which TRL finds the model's class. Save the model "
                 "with save_pretrained, which writes them."
@@ -325,10 +341,12 @@ def train(command: Command, *, dataset: Any = None, reward_funcs: list[Any] | No
         "quantization_config": get_quantization_config(model),
         "peft_config": get_peft_config(model),
     }
-    if command.objective == "grpo":
+    if hasattr(command.script, "reward_funcs"):
         inputs["reward_funcs"] = command.reward_funcs() or reward_funcs
         if not inputs["reward_funcs"]:
-            raise ValueError("grpo needs a reward. Pass --reward_funcs my_module.my_reward, or --reward_model_name_or_path.")
+            raise ValueError(
+                f"{command.objective} needs a reward. Pass --reward_funcs my_module.my_reward, or --reward_model_name_or_path."
+            )
     columns = ", ".join(inputs["train_dataset"].column_names or ["unknown"])
     with _one_line(
         f"{command.objective} cannot begin with model={model.model_name_or_path!r} and a dataset with the columns {columns}",

@@ -25,6 +25,7 @@ from streamgrad.config import StreamConfig
 from streamgrad.head.linear_head import LogitMap
 from streamgrad.head.token_scores import token_scores
 from streamgrad.hf.causal_lm import HeadStream, causal_lm_forward, check_labels, refuse_backward_hooks
+from streamgrad.hf.discover import unwrap
 from streamgrad.hf.patching import InstalledForward, named_arguments, temporary_attribute
 from streamgrad.hf.step_plan import head_known_to_decoder
 from streamgrad.parallel import make_zero3_leaves
@@ -132,6 +133,15 @@ def _linear_head(model: Any) -> nn.Linear:
     )
 
 
+def enable_for_trainer(model: Any, stream: StreamConfig | None) -> None:
+    """Enable `model` with `stream`; None leaves a model that is enabled as it is, and enables any other with the defaults."""
+    current = InstalledForward.on(unwrap(model).get_decoder())
+    enable(model, current.stream.config if stream is None and current is not None else stream)
+    if is_deepspeed_zero3_enabled():
+        # Done here, as the trainer's engine is made right after its constructor.
+        make_zero3_leaves(model)
+
+
 def add_streamed_head(
     model: Any,
     stream: StreamConfig | None,
@@ -144,7 +154,7 @@ def add_streamed_head(
 
     Args:
         model: a causal language model, not yet wrapped by PEFT or an engine.
-        stream: how to stream it; None leaves a model that is enabled as it is, and enables any other with the defaults.
+        stream: how to stream it, as for `enable_for_trainer`.
         temperature, cast_lm_head_to_fp32, outputs: as in TRL.
     """
     if not temperature > 0:
@@ -153,11 +163,7 @@ def add_streamed_head(
         raise ValueError(
             f"{type(model).__name__} has no language-modelling head to score tokens with. Pass a causal language model."
         )
-    current = InstalledForward.on(model.get_decoder())
-    enable(model, current.stream.config if stream is None and current is not None else stream)
-    if is_deepspeed_zero3_enabled():
-        # Done here, as the trainer's engine is made right after its constructor.
-        make_zero3_leaves(model)
+    enable_for_trainer(model, stream)
     enabled = InstalledForward.on(model)
     assert enabled is not None and isinstance(enabled.stream, HeadStream)
     config, logit_map = enabled.stream.config, enabled.stream.logit_map

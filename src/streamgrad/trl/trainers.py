@@ -1,22 +1,24 @@
 """TRL's trainers with streamed models: the same constructor, losses, metrics and checkpoints, plus `stream=StreamConfig(...)`.
 
 A trainer runs TRL's own code, but for one function, which lets a model score tokens (`scoring.py`). The constructor calls it for
-the policy and for the reference, wherever they come from.
+the policy and for the reference, wherever they come from. A reward model scores no tokens: it is only enabled.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from trl import DPOTrainer, GRPOTrainer, SFTTrainer
+from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 
 from streamgrad.config import StreamConfig
 from streamgrad.hf.discover import unwrap
 from streamgrad.hf.patching import InstalledForward
 from streamgrad.trl.checkpoints import begin_checkpoint, checkpoint_at, named_if_it_fails
 from streamgrad.trl.restoring import restored_on_error
-from streamgrad.trl.scoring import streamed_head_in
+from streamgrad.trl.scoring import enable_for_trainer, streamed_head_in
 from streamgrad.trl.shared_sequences import prepare_shared_sequences
 
 
@@ -36,9 +38,13 @@ class _Streamed:
                 "makes and drops within its own backward. Set it to False. To offload what layers keep, pass "
                 'stream=StreamConfig(offload="host"), or --offload host.'
             )
-        with restored_on_error(_changed(given)), streamed_head_in(self.stock, stream):
+        with restored_on_error(_changed(given)), self._streaming(stream):
             super().__init__(*args, **kwargs)
             prepare_shared_sequences(self)
+
+    def _streaming(self, stream: StreamConfig | None) -> AbstractContextManager[None]:
+        """Return a block in which TRL's constructor makes or takes models that are then streamed."""
+        return streamed_head_in(self.stock, stream)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         output, processes = self.args.output_dir, self.args.world_size
@@ -113,3 +119,54 @@ class StreamGRPOTrainer(_Streamed, GRPOTrainer):
     """
 
     stock = GRPOTrainer
+
+
+class StreamKTOTrainer(_Streamed, KTOTrainer):
+    """[`trl.KTOTrainer`] with a streamed policy and reference.
+
+    The reference may be a model of its own, the policy without its adapters, or log-probabilities computed beforehand.
+
+    Args:
+        *args, **kwargs: as for [`trl.KTOTrainer`].
+        stream ([`StreamConfig`], *optional*):
+            How to stream. By default, a model that is enabled keeps its configuration, and any other gets the defaults.
+    """
+
+    stock = KTOTrainer
+
+
+class StreamRLOOTrainer(_Streamed, RLOOTrainer):
+    """[`trl.RLOOTrainer`] with a streamed policy and reference. Completions are generated as usual, with a key/value cache.
+
+    Args:
+        *args, **kwargs: as for [`trl.RLOOTrainer`].
+        stream ([`StreamConfig`], *optional*):
+            How to stream. By default, a model that is enabled keeps its configuration, and any other gets the defaults.
+    """
+
+    stock = RLOOTrainer
+
+
+class StreamRewardTrainer(_Streamed, RewardTrainer):
+    """[`trl.RewardTrainer`] with a streamed reward model. Its head gives one number per sequence and runs as usual.
+
+    Args:
+        *args, **kwargs: as for [`trl.RewardTrainer`].
+        stream ([`StreamConfig`], *optional*):
+            How to stream. By default, a model that is enabled keeps its configuration, and any other gets the defaults.
+    """
+
+    stock = RewardTrainer
+
+    @contextmanager
+    def _streaming(self, stream: StreamConfig | None) -> Iterator[None]:
+        yield
+        enable_for_trainer(self.model, stream)
+
+    def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return TRL's loss. TRL passes the pairs' margins to the model as well, where they are no argument of its layers."""
+
+        def without_margin(*, margin: Any = None, **inputs: Any) -> Any:
+            return model(**inputs)
+
+        return super().compute_loss(without_margin, *args, **kwargs)
