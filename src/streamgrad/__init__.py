@@ -7,12 +7,22 @@ if TYPE_CHECKING:
     from streamgrad.api import disable, enable, is_enabled
     from streamgrad.config import StreamConfig
     from streamgrad.head.cross_entropy import linear_cross_entropy
+    from streamgrad.head.divergence import linear_divergence
     from streamgrad.head.token_scores import token_logprobs
     from streamgrad.hf.estimate import estimate
 
 __version__ = "0.2.0"
 
-__all__ = ["StreamConfig", "disable", "enable", "estimate", "is_enabled", "linear_cross_entropy", "token_logprobs"]
+__all__ = [
+    "StreamConfig",
+    "disable",
+    "enable",
+    "estimate",
+    "is_enabled",
+    "linear_cross_entropy",
+    "linear_divergence",
+    "token_logprobs",
+]
 
 # Imported when first used: transformers takes seconds, and some commands do not need it.
 _HOMES = {
@@ -22,6 +32,7 @@ _HOMES = {
     "estimate": "hf.estimate",
     "is_enabled": "api",
     "linear_cross_entropy": "head.cross_entropy",
+    "linear_divergence": "head.divergence",
     "token_logprobs": "head.token_scores",
 }
 

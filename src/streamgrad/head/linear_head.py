@@ -70,6 +70,14 @@ class LinearHead:
     bias_V: Tensor | None
     logit_map: LogitMap
 
+    @classmethod
+    def like(cls, hidden_NE: Tensor, weight_VE: Tensor, bias_V: Tensor | None, logit_map: LogitMap) -> LinearHead:
+        """Return the head in the dtype of the hidden states.
+
+        It is cast inside of an autograd function, so that the weight's gradient has the weight's dtype.
+        """
+        return cls(weight_VE.to(hidden_NE.dtype), None if bias_V is None else bias_V.to(hidden_NE.dtype), logit_map)
+
     @labelled("logits")
     def product(self, hidden_NE: Tensor) -> Tensor:
         """Return `hidden @ weight^T + bias`, a fresh tensor that the caller may overwrite."""
@@ -134,6 +142,15 @@ class HeadGradients:
         if self._bias_V is None and self._wants_bias and self._head.bias_V is not None:
             return torch.zeros_like(self._head.bias_V)
         return self._bias_V
+
+    def rounded(self, *operands: Tensor | None) -> list[Tensor | None]:
+        """Return the sums for `hidden`, `weight` and `bias`, in the dtypes of these `operands`."""
+        results: list[Tensor | None] = []
+        sums = (self.hidden_NE, self.weight_VE, self.bias_V)
+        for total, operand, label in zip(sums, operands, GRADIENT_LABELS, strict=True):
+            with memory_label(label):
+                results.append(None if total is None or operand is None else total.to(operand.dtype))
+        return results
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from streamgrad.engine.replay import as_autocast
 from streamgrad.engine.shortage import in_head
-from streamgrad.head.linear_head import GRADIENT_LABELS, HeadGradients, LinearHead, LogitMap
+from streamgrad.head.linear_head import HeadGradients, LinearHead, LogitMap
 from streamgrad.head.softmax import product_gradient, token_statistics
 from streamgrad.head.targets import TargetRows, flatten, refuse_own_operations, refuse_two_dtypes
 from streamgrad.ops.accumulate import accumulator_dtype
@@ -133,7 +133,7 @@ class _TokenScores(torch.autograd.Function):
         smoothing: float,
         fields: frozenset[str],
     ) -> tuple[Tensor | None, ...]:
-        head = _head_for(hidden_NE, weight_VE, bias_V, logit_map)
+        head = LinearHead.like(hidden_NE, weight_VE, bias_V, logit_map)
         lse_N = hidden_NE.new_zeros(len(hidden_NE), dtype=accumulator_dtype(hidden_NE.dtype))
         scores = {field: torch.zeros_like(lse_N) for field in FIELDS if field in fields or field == "log_probs"}
         if "is_top1" in scores:
@@ -163,7 +163,7 @@ class _TokenScores(torch.autograd.Function):
         hidden_NE, weight_VE, bias_V, lse_N, entropy_N = ctx.saved_tensors
         if dlogprobs_N is None:
             dlogprobs_N = torch.zeros_like(lse_N)
-        head, rows, wants = _head_for(hidden_NE, weight_VE, bias_V, ctx.logit_map), ctx.rows, ctx.needs_input_grad
+        head, rows, wants = LinearHead.like(hidden_NE, weight_VE, bias_V, ctx.logit_map), ctx.rows, ctx.needs_input_grad
         gradients = HeadGradients(
             hidden_NE,
             head,
@@ -184,17 +184,7 @@ class _TokenScores(torch.autograd.Function):
                     add(_smoothed_gradient(ctx.smoothing, head.product(chunk_NE), *given))
                 else:
                     add(product_gradient(head.product(chunk_NE), *given))
-        sums = (gradients.hidden_NE, gradients.weight_VE, gradients.bias_V)
-        cast = []
-        for total, tensor, label in zip(sums, (hidden_NE, weight_VE, bias_V), GRADIENT_LABELS, strict=True):
-            with memory_label(label):
-                cast.append(None if total is None else total.to(tensor.dtype))
-        return *cast, None, None, None, None
-
-
-def _head_for(hidden_NE: Tensor, weight_VE: Tensor, bias_V: Tensor | None, logit_map: LogitMap) -> LinearHead:
-    """Return the head in the dtype of the hidden states; cast in here, so that the weight's gradient has the weight's dtype."""
-    return LinearHead(weight_VE.to(hidden_NE.dtype), None if bias_V is None else bias_V.to(hidden_NE.dtype), logit_map)
+        return *gradients.rounded(hidden_NE, weight_VE, bias_V), None, None, None, None
 
 
 @labelled("logits")
