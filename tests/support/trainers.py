@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 import torch
+import trl.trainer.distillation_trainer
 import trl.trainer.utils
 from datasets import Dataset
 from peft import LoraConfig
@@ -149,7 +150,28 @@ class _FullLogits:
         )
 
 
+class _FullDivergence:
+    """TRL's other kernel, for distillation, in the same way; without scales and caps."""
+
+    @staticmethod
+    def apply(hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, beta, temperature, *_):
+        given = ((hidden, weight, bias), (teacher_hidden, teacher_weight, teacher_bias))
+        logp, logq = ((torch.nn.functional.linear(*side) / temperature).log_softmax(-1) for side in given)
+        logm = (beta * logq.exp() + (1 - beta) * logp.exp()).log()
+
+        def kl(left, right):
+            return (left.exp() * (left - right)).sum(-1)
+
+        divergence = beta * kl(logq, logm) + (1 - beta) * kl(logp, logm)
+        if beta in (0.0, 1.0):
+            divergence = kl(logp, logq) if beta else kl(logq, logp)
+        return divergence, -(logp.exp() * logp).sum(-1)
+
+
 @contextmanager
 def trl_on_full_logits() -> Iterator[None]:
-    with mock.patch.object(trl.trainer.utils, "_ChunkedLogProbFunction", _FullLogits):
+    with (
+        mock.patch.object(trl.trainer.utils, "_ChunkedLogProbFunction", _FullLogits),
+        mock.patch.object(trl.trainer.distillation_trainer, "ChunkedDivergenceFunction", _FullDivergence),
+    ):
         yield
