@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl.experimental.cpo import CPOTrainer
+from trl.experimental.orpo import ORPOTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
 import streamgrad
@@ -108,6 +111,38 @@ DPO = {
     "WPO": {"wpo": True},
     "WPO, two": {"wpo": True, "loss_type": ["sigmoid", "bco_pair"]},
 }  # fmt: skip
+
+
+# Losses of TRL's CPO and ORPO trainers, with options that `dpo_loss` has under the same names.
+NO_REFERENCE = {
+    **{f"CPO, {name}": (CPOTrainer.cpo_loss, {"loss_type": name}) for name in ("sigmoid", "hinge", "ipo")},
+    "SimPO": (CPOTrainer.cpo_loss, {"loss_type": "simpo"}),
+    "SimPO, smoothed": (CPOTrainer.cpo_loss, {"loss_type": "simpo", "label_smoothing": 0.2, "simpo_gamma": 0.9}),
+    "ORPO": (ORPOTrainer.odds_ratio_loss, {"loss_type": "orpo"}),
+}
+
+
+@pytest.mark.parametrize("name", NO_REFERENCE)
+def test_losses_without_a_reference(name):
+    """TRL's from log-probabilities of answers, which are means where the loss is normalised, plus the weighted NLL."""
+    stock, options = NO_REFERENCE[name]
+    masks = ragged(0), ragged(1)
+    leaves, values = zip(*(logprobs(2 + i, mask) for i, mask in enumerate(masks)), strict=True)
+    sums = [each.sum(1) for each in values]
+    means = [each / mask.sum(1) for each, mask in zip(sums, masks, strict=True)]
+    trainer = SimpleNamespace(
+        **{"beta": 0.3, "alpha": 0.0, "label_smoothing": 0.0, "simpo_gamma": 0.5} | options,
+        accelerator=SimpleNamespace(device=torch.device("cpu")),
+    )
+    with no_float32():
+        losses = stock(trainer, *(means if options["loss_type"] in ("ipo", "simpo", "orpo") else sums))[0]
+    sign = -1 if name == "ORPO" else 1  # TRL subtracts this one
+    theirs = sign * losses.mean() - 0.7 * values[0].sum() / masks[0].sum()
+    names = {"loss_type": [options["loss_type"], "sft"], "loss_weights": [1.0, 0.7]}
+    same(dpo_loss(*values, None, None, *masks, beta=0.3, **options | names), theirs, leaves)
+    if name in ("SimPO", "ORPO"):
+        with pytest.raises(ValueError, match="has no reference, but one is given. Pass None"):
+            dpo_loss(*values, *values, *masks, **options)
 
 
 @pytest.mark.parametrize("name", DPO)

@@ -111,6 +111,16 @@ def test_whatever_is_refused_leaves_no_trace(tmp_path, prepare, options, extra, 
     assert words.pad_token is None
 
 
+def test_a_reward_model_that_cannot_be_streamed(tmp_path):
+    """It is enabled last of all, when TRL has changed it."""
+    model = tiny("llama", **model_kind("reward"))
+    not_causal(model)
+    before = state(model)
+    with pytest.raises(ValueError, match="LlamaForSequenceClassification cannot be streamed: .*bidirectional"):
+        build("reward", tmp_path, model, streamed=True, method="lora")
+    assert state(model) == before
+
+
 def test_columns_that_are_missing(tmp_path):
     models = [tiny(), tiny(seed=3)]
     before = [state(model) for model in models]

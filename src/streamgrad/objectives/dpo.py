@@ -47,6 +47,7 @@ class Pairs:
     beta: float
     smoothing: float
     tau: float
+    gamma: float
 
     @property
     def ratio_w(self) -> Tensor:
@@ -77,6 +78,11 @@ def _smoothed(p: Pairs, delta: Tensor) -> Tensor:
     return -(1 - p.smoothing) * logsigmoid(p.beta * delta) - p.smoothing * logsigmoid(-p.beta * delta)
 
 
+def _orpo(p: Pairs) -> Tensor:
+    odds_w, odds_l = (mean - torch.log(-torch.expm1(mean)) for mean in (p.logps_w / p.length_w, p.logps_l / p.length_l))
+    return -p.beta * logsigmoid(odds_w - odds_l)
+
+
 def _discopop(p: Pairs) -> Tensor:
     share = torch.sigmoid(p.margin / p.tau)
     return -logsigmoid(p.margin) * (1 - share) + torch.exp(-p.margin) * share
@@ -102,12 +108,16 @@ LOSSES: dict[str, Callable[[Pairs], Tensor]] = {
     "apo_zero": lambda p: 1 - torch.sigmoid(p.beta * p.ratio_w) + torch.sigmoid(p.beta * p.ratio_l),
     "apo_down": lambda p: torch.sigmoid(p.beta * p.ratio_w) + 1 - torch.sigmoid(p.beta * (p.ratio_w - p.ratio_l)),
     "discopop": _discopop,
+    "simpo": lambda p: _smoothed(p, p.mean_difference - p.gamma / p.beta),
+    "orpo": _orpo,
     "sft": lambda p: p.nll_w.expand_as(p.logps_w),
 }  # fmt: skip
 
 DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 # Losses of score differences, in which the partition function cancels for every divergence.
 _ANY_DIVERGENCE = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
+
+_NO_REFERENCE = {"simpo", "orpo"}
 
 
 def dpo_loss(
@@ -126,6 +136,7 @@ def dpo_loss(
     f_alpha_divergence_coef: float = 0.5,
     ld_alpha: float | None = None,
     discopop_tau: float = 0.05,
+    simpo_gamma: float = 0.5,
     chosen_log_sum_sq_probs: Tensor | None = None,
     rejected_log_sum_sq_probs: Tensor | None = None,
 ) -> Tensor:
@@ -143,10 +154,13 @@ def dpo_loss(
         aot_unpaired   the same with a = sort(r_w) - sort(r_l)           apo_zero      1 - S(beta r_w) + S(beta r_l)
         apo_down       S(beta r_w) + 1 - S(beta (r_w - r_l))             sft           -mean log pi of the chosen tokens
         discopop       (1-q) (-log S(m)) + q e^-m,  q = S(m / tau)
+        simpo          -(1-e) log S(x) - e log S(-x),  x = beta d - simpo_gamma           (without a reference; arXiv 2405.14734)
+        orpo           -beta log S(o_w - o_l),  o = log(a / (1 - a)),  log a = log pi(y) / |y|        (the same; arXiv 2403.07691)
 
     Args:
         chosen_logprobs, rejected_logprobs: (B, T), by the policy; the two may have different T.
-        ref_chosen_logprobs, ref_rejected_logprobs: the same by the reference; both None for a loss without one (log pi_ref = 0).
+        ref_chosen_logprobs, ref_rejected_logprobs: the same by the reference; both None for a loss without one (log pi_ref = 0):
+            SimPO, CPO (`["sigmoid", "sft"]`, arXiv 2401.08417) and ORPO (`["orpo", "sft"]`).
         chosen_mask, rejected_mask: (B, T), true for the tokens of the answer.
         f_divergence_type: s is r ("reverse_kl"), 1 - e^-r ("forward_kl"), log 2 + log S(r) ("js_divergence") or, with
             a = `f_alpha_divergence_coef`, (e^((a-1) r) - 1) / (a - 1) ("alpha_divergence").
@@ -159,11 +173,10 @@ def dpo_loss(
     _check_options(names, weights, label_smoothing, f_divergence_type, wpo=chosen_log_sum_sq_probs is not None)
     chosen = Answers("chosen", chosen_logprobs, chosen_mask, ref_chosen_logprobs, chosen_log_sum_sq_probs)
     rejected = Answers("rejected", rejected_logprobs, rejected_mask, ref_rejected_logprobs, rejected_log_sum_sq_probs)
-    _check_answers(chosen, rejected)
+    _check_answers(chosen, rejected, names)
     scored = _scored(chosen, rejected, f_divergence_type, f_alpha_divergence_coef, ld_alpha)
-    pairs = Pairs(**scored, beta=beta, smoothing=label_smoothing, tau=discopop_tau)
-    losses = [weight * LOSSES[name](pairs) for name, weight in zip(names, weights, strict=True)]
-    per_pair = torch.stack(losses).sum(dim=0)
+    pairs = Pairs(**scored, beta=beta, smoothing=label_smoothing, tau=discopop_tau, gamma=simpo_gamma)
+    per_pair = torch.stack([weight * LOSSES[name](pairs) for name, weight in zip(names, weights, strict=True)]).sum(dim=0)
     if chosen.log_sum_sq_BT is not None and rejected.log_sum_sq_BT is not None:
         per_pair = per_pair * _wpo_weight(chosen, chosen.log_sum_sq_BT) * _wpo_weight(rejected, rejected.log_sum_sq_BT)
     return per_pair.mean()
@@ -188,12 +201,14 @@ def _check_options(names: list[str], weights: list[float], smoothing: float, div
         raise ValueError("aot sorts its pairs, so weights of pairs do not apply. Leave out the two log_sum_sq_probs.")
 
 
-def _check_answers(chosen: Answers, rejected: Answers) -> None:
+def _check_answers(chosen: Answers, rejected: Answers, names: list[str]) -> None:
     for side in (chosen, rejected):
         tensors = {"{}_mask": side.mask_BT, "ref_{}_logprobs": side.ref_BT, "{}_log_sum_sq_probs": side.log_sum_sq_BT}
         for name, tensor in tensors.items():
             check_shape(name.format(side.name), tensor, side.logprobs_BT, f"{side.name}_logprobs")
     _check_both("ref_{}_logprobs", chosen.ref_BT, rejected.ref_BT)
+    if chosen.ref_BT is not None and _NO_REFERENCE & set(names):
+        raise ValueError(f"loss_type={names} has no reference, but one is given. Pass None for the two ref_..._logprobs.")
     _check_both("{}_log_sum_sq_probs", chosen.log_sum_sq_BT, rejected.log_sum_sq_BT)
     if len(chosen.logprobs_BT) != len(rejected.logprobs_BT):
         raise ValueError(f"{len(chosen.logprobs_BT)} chosen answers but {len(rejected.logprobs_BT)} rejected ones: pass pairs.")

@@ -63,7 +63,8 @@ OBJECTIVES: dict[str, tuple[Any, Any, Any]] = {
     "reward": (StreamRewardTrainer, RewardConfig, ScriptArguments),
     "rloo": (StreamRLOOTrainer, RLOOConfig, RLOOScriptArguments),
 }
-
+# Defaults that differ from TRL's. By this one PEFT wraps a classifier, and trains its head too.
+_DEFAULTS = {"reward": {"lora_task_type": "SEQ_CLS"}}
 
 _STREAM_HELP = {
     "chunk_size": "tokens that a decoder layer processes at a time, or auto.",
@@ -137,8 +138,7 @@ class Command:
             usage="%(prog)s [--config FILE.yaml] [flags of TRL and streamgrad; --help lists them]",
             description=alone and f"Without --model_name_or_path a tiny model is trained, with defaults of its own: {alone}.",
         )
-        if objective == "reward":
-            parser.set_defaults_with_config(lora_task_type="SEQ_CLS")  # by which PEFT trains the head too
+        parser.set_defaults_with_config(**_DEFAULTS.get(objective, {}))
         try:
             # The model's options first: the defaults of TrainingArguments, which checks itself when made, depend on them.
             only_model = TrlParser((ModelConfig,), add_help=False)
