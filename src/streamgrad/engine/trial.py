@@ -47,8 +47,8 @@ RunChunks = Callable[[Tensor, Sequence[Span]], Tensor]
 _MOST_TOKENS = 32
 _LARGEST_COMPARED = 1 << 22  # elements of a parameter
 _DRAWS = {"16 bits": 8, "32 bits": 3, "64 bits": 1}
-# What each layer consisted of when its trial passed.
-_PASSED: weakref.WeakKeyDictionary[nn.Module, Hashable] = weakref.WeakKeyDictionary()
+# What each layer consisted of when a trial passed; a reference without adapters and a policy with them take turns in one layer.
+_PASSED: weakref.WeakKeyDictionary[nn.Module, list[Hashable]] = weakref.WeakKeyDictionary()
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -104,7 +104,7 @@ class Trial:
             tuple(_module._global_forward_pre_hooks),
             _contents(modules, self.adapters),
         )
-        if h_BTE.is_meta or tokens < 2 * self.least or _PASSED.get(self.layer) == contents:
+        if h_BTE.is_meta or tokens < 2 * self.least or contents in _PASSED.get(self.layer, ()):
             return
         devices = [device for device in {h_BTE.device, *(p.device for p in parameters_in(modules))} if device.type == "cuda"]
         autocast, generator = Autocast(h_BTE.device.type), torch.Generator().manual_seed(0)
@@ -132,7 +132,7 @@ class Trial:
             finally:
                 autocast.forget_casts()
         if passed:
-            _PASSED[self.layer] = contents
+            _PASSED[self.layer] = [*_PASSED.get(self.layer, ())[-7:], contents]
 
     def _draws(self, h_BNE: Tensor, devices: Sequence[torch.device]) -> bool:
         """Return whether random numbers are drawn from torch; raise where they are drawn from elsewhere."""
