@@ -38,12 +38,13 @@ def model_and_step(length: int, *, batch: int = 1, family: str = "llama", **opti
 
 
 def flops(step) -> int:
-    step()  # in which layers are tried on a few tokens
     # The counter knows addmm but not its in-place form.
     in_place = {torch.ops.aten.addmm_: lambda total, left, right, out_shape=None, **_: 2 * left[0] * left[1] * right[1]}
     with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+        step()  # in which layers are tried on a few tokens, with the counter's hooks
+        of_first = counter.get_total_flops()
         step()
-    return counter.get_total_flops()
+    return counter.get_total_flops() - of_first
 
 
 def layer_matrices(model) -> dict[str, int]:

@@ -223,7 +223,8 @@ class Trial:
             return True
         pairs = [(ours, theirs) for ours, theirs in zip(actual, expected, strict=True) if ours is not None and theirs is not None]
         largest = max((theirs.float().norm().item() for _, theirs in pairs), default=0.0)
-        allowed = 0.25 if _precision(h_BNE) == "16 bits" else 10 * self._largest_rounding(h_BNE)
+        # In 16 bits the tokens that a router sends elsewhere take their share with them; what is no sum is off by more than all.
+        allowed = 0.7 if _precision(h_BNE) == "16 bits" else 10 * self._largest_rounding(h_BNE)
         # Also relative to the largest: what is zero but for rounding differs from itself.
         return any(
             (ours - theirs).float().norm().item() > allowed * (theirs.float().norm().item() + 1e-3 * largest)
