@@ -116,6 +116,7 @@ class Trial:
         with (
             torch.random.fork_rng(devices=devices),
             own_graph(),
+            torch.autograd.set_detect_anomaly(False),  # what is not finite here says nothing of the step
             torch.enable_grad(),
             swapped_parameters(self.layer, _stand_ins(modules)),
             _unchanged_buffers(self.layer),
@@ -187,11 +188,13 @@ class Trial:
     def _compared(self, h_BNE: Tensor, parts: Sequence[Span]) -> tuple[Tensor, bool] | None:
         """Return which tokens differ, (B, N), and whether gradients do; None where the layer's outputs are not finite."""
         modules = modules_of(self.layer)
-        stored, buffers = _stored_tensors(modules), [(buffer, buffer._version) for buffer in self.layer.buffers()]
+        stored, restored = _stored_tensors(modules), {id(p) for module in modules for p in self.adapters.versionless(module)}
+        read = [*self.layer.buffers(), *(p for p in parameters_in(modules) if id(p) not in restored)]
+        versions = [tensor._version for tensor in read]
         whole_BNE = self.run(h_BNE, [(0, h_BNE.shape[1])])
         check_leaves(whole_BNE, [h_BNE, *parameters_in(modules)], self.name)
-        if any(buffer._version != version for buffer, version in buffers):
-            raise SeamError(f"{self.name} changes a buffer whenever it is called")
+        if [tensor._version for tensor in read] != versions:
+            raise SeamError(f"a buffer or parameter of {self.name} is modified in place whenever it is called")
         if _stored_tensors(modules) - stored:
             raise SeamError(
                 f"{self.name} keeps a tensor with its graph on a module, as for a loss of its own, which would be one of a chunk"
