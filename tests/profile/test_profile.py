@@ -123,6 +123,8 @@ def test_categories_sum_to_what_is_alive_at_every_moment(how, monkeypatch):
 def test_the_peak_is_that_of_the_live_bytes_counter(both):
     model, ids = model_of(), torch.randint(V, (1, T))
     streamgrad.enable(model, **OPTIONS)
+    model(input_ids=ids, labels=ids).loss.backward()  # in which layers are tried
+    model.zero_grad(set_to_none=True)
     with LiveBytes() as live:
         model(input_ids=ids, labels=ids).loss.backward()
     assert both[STREAMED].peak_bytes - both[STREAMED].totals[0] == live.peak_bytes

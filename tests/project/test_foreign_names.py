@@ -39,7 +39,7 @@ PRIVATE = {
     "torch.nn.modules.batchnorm": "_BatchNorm",
     "torch.nn.modules.dropout": "_DropoutNd",
     "torch.nn.modules.module": """
-        _global_backward_hooks _global_backward_pre_hooks _global_forward_hooks _has_any_global_hook
+        _global_backward_hooks _global_backward_pre_hooks _global_forward_hooks _global_forward_pre_hooks _has_any_global_hook
     """,
     "torch.nn.utils.parametrize": "_cache_enabled",
     "torch.ops.aten": """

@@ -54,9 +54,9 @@ def record_both(model: PreTrainedModel, tokens: int, device: torch.device, **opt
 def record(model: PreTrainedModel, ids: Tensor) -> Timeline:
     """Record one forward and backward with labels. The model starts and ends without gradients."""
     model.zero_grad(set_to_none=True)
-    if ids.is_cuda:  # what libraries set up at their first use is no part of a step
-        model(input_ids=ids, labels=ids).loss.backward()
-        model.zero_grad(set_to_none=True)
+    # What libraries set up at their first use, and the trial of layers, are no part of a step.
+    model(input_ids=ids, labels=ids).loss.backward()
+    model.zero_grad(set_to_none=True)
     with recorder_for(model, ids.numel()) as recorder:
         loss = model(input_ids=ids, labels=ids).loss
         recorder.backward_begins()

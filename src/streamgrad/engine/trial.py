@@ -199,69 +199,74 @@ class Trial:
             raise SeamError(
                 f"{self.name} keeps a tensor with its graph on a module, as for a loss of its own, which would be one of a chunk"
             )
-        parts_BNE = self.run(h_BNE, parts)
         if not whole_BNE.isfinite().all():
             return None
+        # States take part of the gradient from chunk to chunk.
+        has_gradients = whole_BNE.requires_grad and not self.mixes_by_states
+        inputs = [h_BNE, *_worth_comparing(modules)] if has_gradients else []
+        expected = self._gradients(whole_BNE, inputs)
+        if expected and expected[0] is not None:
+            self._check_jacobian(h_BNE, whole_BNE, expected[0])
+        whole_BNE = whole_BNE.detach()  # whose graph is no longer needed
+        parts_BNE = self.run(h_BNE, parts)
         before = h_BNE if whole_BNE.shape == h_BNE.shape else 0.0  # a head makes logits of hidden states
-        difference_BN = _token_difference(parts_BNE.detach(), whole_BNE.detach(), before)
-        differs_BN = difference_BN > self._largest_rounding(whole_BNE)
-        if not whole_BNE.requires_grad or self.mixes_by_states:  # states take part of the gradient from chunk to chunk
-            return differs_BN, False
-        return differs_BN, self._gradients_differ(h_BNE, whole_BNE, parts_BNE)
+        differs_BN = _token_difference(parts_BNE, whole_BNE, before) > self._largest_rounding(whole_BNE)
+        return differs_BN, self._differ(self._gradients(parts_BNE, inputs), expected, _precision(h_BNE))
 
-    def _gradients_differ(self, h_BNE: Tensor, whole_BNE: Tensor, parts_BNE: Tensor) -> bool:
-        """Return whether gradients differ between one chunk and several; raise where a token has some of another's."""
-        generator = torch.Generator().manual_seed(1)
-        dout_BNE = torch.randn(whole_BNE.shape, generator=generator).to(whole_BNE)
-        inputs = [h_BNE, *_worth_comparing(modules_of(self.layer))]
+    def _gradients(self, out_BNE: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the gradients of `inputs` for the same random gradient of every output of this shape."""
+        if not inputs:
+            return []
+        return list(torch.autograd.grad(out_BNE, inputs, _dout_of(out_BNE), retain_graph=True, allow_unused=True))
 
-        def gradients(out_BNE: Tensor, dout_BNE: Tensor, count: int) -> list[Tensor | None]:
-            return list(torch.autograd.grad(out_BNE, inputs[:count], dout_BNE, retain_graph=True, allow_unused=True))
-
-        expected = gradients(whole_BNE, dout_BNE, len(inputs))
-        if expected[0] is not None:
-            self._check_jacobian(h_BNE, whole_BNE, dout_BNE, expected[0], gradients)
-        actual = gradients(parts_BNE, dout_BNE, len(inputs))
+    def _differ(self, actual: Sequence[Tensor | None], expected: Sequence[Tensor | None], precision: str) -> bool:
+        """Return whether one of the gradients differs by more than rounding, or is there on one side only."""
         if [each is None for each in actual] != [each is None for each in expected]:
             return True
         pairs = [(ours, theirs) for ours, theirs in zip(actual, expected, strict=True) if ours is not None and theirs is not None]
         largest = max((theirs.float().norm().item() for _, theirs in pairs), default=0.0)
         # In 16 bits the tokens that a router sends elsewhere take their share with them; what is no sum is off by more than all.
-        allowed = 0.7 if _precision(h_BNE) == "16 bits" else 10 * self._largest_rounding(h_BNE)
+        allowed = 0.7 if precision == "16 bits" else 10 * self._rounding(precision)
         # Also relative to the largest: what is zero but for rounding differs from itself.
         return any(
             (ours - theirs).float().norm().item() > allowed * (theirs.float().norm().item() + 1e-3 * largest)
             for ours, theirs in pairs
         )
 
-    def _check_jacobian(
-        self, h_BNE: Tensor, out_BNE: Tensor, dout_BNE: Tensor, of_all_BNE: Tensor, gradients: Callable[..., list[Tensor | None]]
-    ) -> None:
+    def _check_jacobian(self, h_BNE: Tensor, out_BNE: Tensor, of_all_BNE: Tensor) -> None:
+        """Raise where a token's output has a derivative by another token; `of_all_BNE` is the input's gradient."""
+
+        def gradient(dout_BNE: Tensor) -> Tensor:
+            return torch.autograd.grad(out_BNE, h_BNE, dout_BNE, retain_graph=True)[0]
+
+        dout_BNE = _dout_of(out_BNE)
         chosen_N = torch.rand(h_BNE.shape[1], generator=torch.Generator().manual_seed(2)) < 0.5
         chosen_N[0], chosen_N[-1] = True, False
         some_BNE = dout_BNE.clone()
         some_BNE[:, ~chosen_N] = 0
-        of_some_BNE = gradients(out_BNE, some_BNE, 1)[0]
-        if of_some_BNE is None or not of_all_BNE.isfinite().all():
+        of_some_BNE = gradient(some_BNE)
+        if not of_all_BNE.isfinite().all():
             return
         if of_some_BNE[:, ~chosen_N].any():
             raise SeamError(
                 f"{self.name} mixes tokens outside of attention: its outputs have derivatives by the inputs of other tokens"
             )
-        error_BN = _token_difference(of_some_BNE[:, chosen_N], of_all_BNE[:, chosen_N], 0.0)
-        if (error_BN > self._largest_rounding(of_all_BNE)).any():
+        allowed = self._largest_rounding(of_all_BNE)
+        if (_token_difference(of_some_BNE[:, chosen_N], of_all_BNE[:, chosen_N], 0.0) > allowed).any():
             raise SeamError(f"{self.name} mixes tokens in backward: a token's gradient depends on the gradients of others")
-        if self.is_scaled_later:
-            scaled_BNE = gradients(out_BNE, 1024 * dout_BNE, 1)[0]
-            assert scaled_BNE is not None
-            if (_token_difference(scaled_BNE / 1024, of_all_BNE, 0.0) > self._largest_rounding(of_all_BNE)).any():
-                raise SeamError(
-                    f"{self.name} has a gradient that is not proportional to the loss's own (a hook, or code that clips)"
-                )
+        if self.is_scaled_later and (_token_difference(gradient(1024 * dout_BNE) / 1024, of_all_BNE, 0.0) > allowed).any():
+            raise SeamError(f"{self.name} has a gradient that is not proportional to the loss's own (a hook, or code that clips)")
 
     def _largest_rounding(self, tensor: Tensor) -> float:
+        return self._rounding(_precision(tensor))
+
+    def _rounding(self, precision: str) -> float:
         """Return the largest relative difference that counts as rounding; scans over states sum in another order in chunks."""
-        return {"16 bits": 0.02, "32 bits": 2e-3, "64 bits": 1e-4 if self.mixes_by_states else 1e-6}[_precision(tensor)]
+        return {"16 bits": 0.02, "32 bits": 2e-3, "64 bits": 1e-4 if self.mixes_by_states else 1e-6}[precision]
+
+
+def _dout_of(out_BNE: Tensor) -> Tensor:
+    return torch.randn(out_BNE.shape, generator=torch.Generator().manual_seed(1)).to(out_BNE)
 
 
 def _precision(tensor: Tensor) -> str:
