@@ -46,7 +46,7 @@ RunChunks = Callable[[Tensor, Sequence[Span]], Tensor]
 
 _MOST_TOKENS = 32
 _LARGEST_COMPARED = 1 << 16  # elements of a parameter
-_DRAWS = {"16 bits": 8, "32 bits": 3, "64 bits": 1}
+_DRAWS = {"16 bits": 16, "32 bits": 3, "64 bits": 1}
 # What each layer consisted of when a trial passed; a reference without adapters and a policy with them take turns in one layer.
 _PASSED: weakref.WeakKeyDictionary[nn.Module, list[Hashable]] = weakref.WeakKeyDictionary()
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
