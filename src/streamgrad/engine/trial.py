@@ -56,7 +56,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 class LoneTokens(Chunk):
     """A chunk in which every token sees itself only, beside a key of score 0 and value 0.
 
-    out_t = sigmoid(q_t k_t scale) v_t          which depends on the query, the key and the value of the token
+    out_t = sigmoid((q_t k_t + q_t a + a k_t) scale) v_t
+
+    `a` is a fixed vector: by q_t k_t alone, a rotation of both by the same angle would not show.
     """
 
     stream: KeyValueStream = field(default_factory=lambda: KeyValueStream(0))
@@ -69,7 +71,9 @@ class LoneTokens(Chunk):
         self.attention_calls += 1
         groups = query_BHND.shape[1] // key_BGND.shape[1]
         key_BHND, value_BHND = (tensor.repeat_interleave(groups, dim=1) for tensor in (key_BGND, value_BGND))
-        return ((query_BHND * key_BHND).sum(dim=-1, keepdim=True) * scale).sigmoid() * value_BHND
+        fixed_D = torch.arange(1, query_BHND.shape[-1] + 1, device=query_BHND.device).to(query_BHND.dtype).cos()
+        scores_BHN1 = (query_BHND * key_BHND + (query_BHND + key_BHND) * fixed_D).sum(dim=-1, keepdim=True) * scale
+        return scores_BHN1.sigmoid() * value_BHND
 
 
 @dataclass
