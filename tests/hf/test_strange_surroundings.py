@@ -32,8 +32,8 @@ def test_a_hook_that_a_module_puts_on_its_own_parameter_is_refused():
         return type(norm).forward(norm, hidden)
 
     norm.forward = forward
-    with pytest.raises(RuntimeError, match="registers a hook on its own parameter"):
-        model(input_ids=tokens(1, 9), labels=tokens(1, 9)).loss.backward()
+    with pytest.raises(ValueError, match="LlamaDecoderLayer 0 gives other outputs or gradients"):
+        model(input_ids=tokens(1, 9), labels=tokens(1, 9))
 
 
 def test_an_attention_kernel_that_was_replaced_is_refused(monkeypatch):

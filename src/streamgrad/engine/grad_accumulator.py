@@ -105,7 +105,7 @@ class GradAccumulators:
 
     def __init__(self, parameters: Sequence[Tensor], *, summed: bool) -> None:
         self.parameters = list(parameters)
-        self.tensors = [_stand_in(parameter, summed=summed) for parameter in self.parameters]
+        self.tensors = [stand_in(parameter, summed=summed) for parameter in self.parameters]
 
     @contextmanager
     def installed_in(self, module: nn.Module) -> Iterator[None]:
@@ -141,7 +141,7 @@ def _converted(total: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if total is None else total.to(dtype)
 
 
-def _stand_in(parameter: Tensor, *, summed: bool) -> Tensor:
+def stand_in(parameter: Tensor, *, summed: bool) -> Tensor:
     """Return a leaf with the parameter's values, of the parameter's class if that may replace operations of torch."""
     if type(parameter) in (nn.Parameter, Tensor):
         return GradAccumulator.of(parameter) if summed else parameter.detach().requires_grad_()

@@ -33,11 +33,11 @@ from torch.nn.modules import module as _module
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from streamgrad.engine.grad_accumulator import swapped_parameters
+from streamgrad.engine.grad_accumulator import stand_in, swapped_parameters
 from streamgrad.engine.guards import AdapterFacts, check_leaves
 from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, SeamError
 from streamgrad.engine.module_walk import modules_of, parameters_in
-from streamgrad.engine.replay import Autocast, RandomTape
+from streamgrad.engine.replay import DRAWING, Autocast, RandomTape
 from streamgrad.ops.autograd import own_graph
 
 Span = tuple[int, int]
@@ -118,6 +118,7 @@ class Trial:
             return 0.1 * torch.randn(h_BTE.shape[0], tokens, *h_BTE.shape[2:], generator=generator).to(h_BTE)
 
         with (
+            DRAWING,  # as other threads may not draw while the generators are set back
             torch.random.fork_rng(devices=devices),
             own_graph(),
             torch.autograd.set_detect_anomaly(False),  # what is not finite here says nothing of the step
@@ -332,11 +333,15 @@ def _contents(modules: Sequence[nn.Module], adapters: AdapterFacts) -> Hashable:
 
 
 def _stand_ins(modules: Sequence[nn.Module]) -> dict[int, Tensor]:
-    """Return copies of trainable parameters that have zeros (more than stray ones), with random values in their place, by id."""
+    """Return leaves in place of trainable parameters, by their ids: hooks on the parameters must not see the trial.
+
+    Where a parameter has zeros (more than stray ones), random values are in their place.
+    """
     generator, found = torch.Generator().manual_seed(3), {}
     for parameter in parameters_in(modules):
-        if type(parameter) is nn.Parameter and parameter.requires_grad and parameter.is_floating_point():
-            is_zero = parameter.detach() == 0
+        if parameter.requires_grad:
+            found[id(parameter)] = stand_in(parameter, summed=False)
+            is_zero = parameter.detach() == 0 if type(parameter) is nn.Parameter else torch.zeros(1, dtype=torch.bool)
             if is_zero.sum() * 1000 > is_zero.numel():
                 values = 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter)
                 found[id(parameter)] = torch.where(is_zero, values, parameter.detach()).requires_grad_()
