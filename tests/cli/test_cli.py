@@ -286,7 +286,7 @@ def test_configurations_that_are_refused(outcome, tmp_path, command, text, said)
     ids=str,
 )
 def test_sizes_that_no_model_has_are_refused_before_anything_is_built(outcome, tmp_path, monkeypatch, command, values, said):
-    """Of 10**9 layers, transformers would make a list while it loads the configuration."""
+    """transformers would make a list of 10**9 layers while it loads the configuration."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN | values))
     monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("it was loaded"))

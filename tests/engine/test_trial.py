@@ -190,6 +190,7 @@ FUNCTIONS = {
     "a scale without a derivative": lambda h: h / h.detach().abs().amax(),
     "a place in the chunk": lambda h: h * torch.arange(h.shape[1], dtype=h.dtype)[:, None],
     "length": lambda h: h / h.shape[1],
+    "not finite in a short chunk": lambda h: h * (1.0 if h.shape[1] > 20 else float("nan")),
     "half of the tokens": _half_of_the_tokens,
     "rounded by row": _rounded_by_row,
     "eight tokens before": lambda h: h + torch.nn.functional.pad(h, (0, 0, 8, 0))[:, :-8],

@@ -52,7 +52,7 @@ from streamgrad.hf.step_plan import PlannedCall, Planner, Sample
 from streamgrad.memory.planner import HeadFacts, Plan
 from streamgrad.ops.autograd import in_transform
 
-# Keyed by the id of the mask a layer was given; the mask is held too, so that no other can take its id.
+# By the id of a layer's mask, with the mask itself: an id may be reused once its object is gone.
 _Masks = dict[int, tuple[object, CausalMask | DenseMask]]
 
 
