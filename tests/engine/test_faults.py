@@ -178,6 +178,34 @@ def test_a_forward_pass_without_memory_is_run_once_more_in_smaller_chunks():
         assert sizes[so_far] == 11  # planned so from the start
 
 
+@pytest.mark.parametrize(("where", "keep"), [("forward", "auto"), ("forward", "input"), ("backward", "input"), ("head", "input")])
+@pytest.mark.parametrize("room", ["little", "much"])
+@pytest.mark.filterwarnings("ignore:streamgrad. the forward pass is run once more")
+def test_the_error_says_what_length_would_fit(where, keep, room):
+    """A step that was planned by what it takes says the longest that a smaller budget holds, or that memory is in fragments."""
+    model, calls = streamgrad.enable(tiny_model("llama"), keep=keep, memory_budget="1GiB", head_chunk_size=15), []
+    planner = model.model._streamgrad.stream.planner
+    if room == "little":
+        run_step(model, batches.plain(model))
+        model.zero_grad()
+        streamgrad.disable(model)
+        streamgrad.enable(model, keep=keep, memory_budget=int(1.05 * planner.latest.peak_bytes), head_chunk_size=15)
+
+    def fail(*args):
+        calls.append(None)
+        if where == "forward" or len(calls) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    if where == "head":
+        failing = mock.patch.object(LinearHead, "product", side_effect=fail)
+        calls.append(None)
+    else:
+        failing = model.model.layers[1].mlp.register_forward_pre_hook(fail)
+    told = {"little": r"About (1\d|2[0-2]|[2-9]) tokens a sequence would fit\.", "much": "fits with room to spare"}[room]
+    with failing, pytest.raises(torch.OutOfMemoryError, match=told):
+        run_step(model, batches.plain(model))
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_memory_that_runs_out_again_is_an_error(where):
     """In backward nothing is repeated: gradients are on their way. The next step has the smaller plan."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import random
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
 import streamgrad
+from faults import live_tensors, sizes_of_caches
 from gradients import assert_same_step, relative_error, run_step
 from streamgrad.hf.patching import InstalledForward
 from streamgrad.memory.device import available_host_bytes
@@ -90,6 +95,7 @@ def test_layers_split_between_device_and_host_change_nothing(keep):
                 assert relative_error(actual.gradients[name], expected.gradients[name]) < 1e-4
                 actual.gradients[name] = expected.gradients[name]
             assert_same_step(actual, expected, 0.0)
+            del actual  # or its gradients would lie beside the next step
         split.add(sum(policy.on_host for policy in plan_of(model).policies))
         streamgrad.disable(model)
     assert len(split - {0, SHAPE["num_hidden_layers"]}) >= 2, split
@@ -122,6 +128,73 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned(monkeypatch):
     streamgrad.enable(model, keep="input", offload="host", **REPEATABLE)
     with pytest.warns(RuntimeWarning, match="could not be pinned"):
         assert_same_step(run_step(model, batch), expected, 0.0)
+
+
+@pytest.mark.parametrize("options", [{}, {"keep": "input", "offload": "host", "chunk_size": 1024}], ids=["planned", "host"])
+def test_500_steps_of_random_lengths_grow_nothing(options):
+    """After 350 steps: no more live tensors, entries of caches, device, pinned or other host memory than before the last 150."""
+    model, drawn, noted = streamgrad.enable(model_and_batch(1)[0], **options), random.Random(0), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    lengths = [drawn.randint(64, 5000) for _ in range(500)]
+    lengths[0] = max(lengths)
+    for step, length in enumerate(lengths):
+        ids = tokens(1, length, seed=step).cuda()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del ids
+        if step in (349, 499):
+            torch.cuda.synchronize()
+            store = InstalledForward.on(model.get_decoder()).stream.host_store
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            exact = live_tensors(), torch.cuda.memory_allocated(), store.total_bytes
+            may_vary = torch.cuda.memory_reserved(), pages * os.sysconf("SC_PAGE_SIZE")
+            noted.append((exact, sizes_of_caches(model), may_vary))
+    (exact_before, caches_before, sizes_before), (exact_after, caches_after, sizes_after) = noted
+    grown = {name: size for name, size in caches_after.items() if size > caches_before[name]}
+    growth = [(new - old) / 1e6 for old, new in zip(sizes_before, sizes_after, strict=True)]
+    assert (exact_after, grown) == (exact_before, {}), f"reserved and host memory grew by {growth} MB"
+    assert max(growth) < 32, f"reserved and host memory grew by {growth} MB"
+
+
+@pytest.mark.parametrize("offload", ["none", "host"])
+def test_memory_that_runs_out_leaves_nothing(offload):
+    """Under ever higher limits a step fails in ever later parts; each time all is as before, and a step that fits is exact."""
+    model, batch = model_and_batch()
+    short = {name: value[:, :512] for name, value in batch.items()}
+    streamgrad.enable(model, keep="input", offload=offload, **REPEATABLE)
+    model(**batch).loss.backward()  # which fills the pool of pinned memory, if there is one
+    model.zero_grad()
+    expected = run_step(model, short)
+    model.zero_grad()
+    store, told, total = (
+        InstalledForward.on(model.get_decoder()).stream.host_store,
+        [],
+        torch.cuda.get_device_properties(0).total_memory,
+    )
+    gc.collect()
+    held, tensors, pinned = torch.cuda.memory_allocated(), live_tensors(), store.total_bytes
+    try:
+        for megabytes in range(20, 2000, 40):
+            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + megabytes * 1e6) / total)
+            try:
+                model(**batch).loss.backward()
+                break
+            except torch.OutOfMemoryError as error:
+                told.append(str(error))
+            assert all(parameter.grad is None for parameter in model.parameters())
+            assert live_tensors() == tensors
+            assert torch.cuda.memory_allocated() == held
+            torch.cuda.set_per_process_memory_fraction(1.0)
+            assert_same_step(run_step(model, short), expected, 1e-4)  # torch's backward of embeddings is not repeatable
+            model.zero_grad()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert store.total_bytes == pinned
+    assert (offload == "host") == (pinned > 0)
+    for part in ("ran forward, with 1 x 16384", "was run again for backward, with 1 x 16384"):
+        assert any(part in error for error in told), (part, told)
 
 
 def test_more_than_two_to_the_31_elements():

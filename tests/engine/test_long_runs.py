@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import gc
-import inspect
 import random
-import sys
 import warnings
-from collections.abc import Collection
 
 import pytest
 import torch
 
 import batches
 import streamgrad
-from faults import live_tensors
+from faults import live_tensors, sizes_of_caches
 from gradients import more, run_step
 from tiny import tiny_model, tokens
 
 OPTIONS = {"chunk_size": 8, "head_chunk_size": 15, "keep": "input"}
-
-
-def sizes_of_caches(model):
-    """Return how much is in every cache: collections of streamgrad's modules and classes, and of what `enable` left."""
-    sizes = {}
-    owners = [(name, vars(module)) for name, module in list(sys.modules.items()) if name.startswith("streamgrad")]
-    owners += [(f"{name}.{key}", vars(each)) for name, own in owners for key, each in own.items() if inspect.isclass(each)]
-    stream = model.model._streamgrad.stream
-    owners += [("stream", vars(stream)), ("planner", vars(stream.planner)), ("host", vars(stream.host_store))]
-    for owner, entries in owners:
-        for name, value in list(entries.items()):
-            if isinstance(value, functools._lru_cache_wrapper):
-                sizes[owner, name] = value.cache_info().currsize
-            elif isinstance(value, Collection) and not isinstance(value, str | type) and not name.startswith("__"):
-                sizes[owner, name] = len(value)
-    return sizes
 
 
 @pytest.mark.parametrize("steps", [150, pytest.param(2000, marks=more)])

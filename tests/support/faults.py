@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import inspect
+import sys
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
@@ -38,3 +42,19 @@ def live_tensors() -> list[tuple]:
     gc.collect()
     tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
     return sorted((tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors)
+
+
+def sizes_of_caches(model: nn.Module) -> dict[tuple[str, str], int]:
+    """Return how much is in each cache without a limit: collections of streamgrad's modules, classes and what `enable` left."""
+    sizes = {}
+    owners = [(name, vars(module)) for name, module in list(sys.modules.items()) if name.startswith("streamgrad")]
+    owners += [(f"{name}.{key}", vars(each)) for name, own in owners for key, each in own.items() if inspect.isclass(each)]
+    stream = model.model._streamgrad.stream
+    owners += [("stream", vars(stream)), ("planner", vars(stream.planner)), ("host", vars(stream.host_store))]
+    for owner, entries in owners:
+        for name, value in list(entries.items()):
+            if isinstance(value, functools._lru_cache_wrapper) and value.cache_parameters()["maxsize"] is None:
+                sizes[owner, name] = value.cache_info().currsize
+            elif isinstance(value, Collection) and not isinstance(value, str | type) and not name.startswith("__"):
+                sizes[owner, name] = len(value)
+    return sizes

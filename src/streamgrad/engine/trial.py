@@ -223,7 +223,9 @@ class Trial:
         """Return the gradients of `inputs` for the same random gradient of every output of this shape."""
         if not inputs:
             return []
-        return list(torch.autograd.grad(out_BNE, inputs, _dout_of(out_BNE), retain_graph=True, allow_unused=True))
+        # Not by `_dout_of` itself: where this is the first backward of a process and begins with a product, cuBLAS warns.
+        product = (out_BNE * _dout_of(out_BNE)).sum()
+        return list(torch.autograd.grad(product, inputs, retain_graph=True, allow_unused=True))
 
     def _differ(self, actual: Sequence[Tensor | None], expected: Sequence[Tensor | None], precision: str) -> bool:
         """Return whether one of the gradients differs by more than rounding, or is there on one side only."""

@@ -207,9 +207,9 @@ def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream,
             output = stock(*args, **kwargs)
         except SeamError as error:
             raise ValueError(f"{type(model).__name__} cannot be streamed: {error}.") from error
-        except ShortOfMemory:
+        except ShortOfMemory as error:
             if job.is_started and (decoder := InstalledForward.on(model.get_decoder())) is not None:
-                decoder.stream.planner.note_shortage()
+                error.args = (f"{error} {decoder.stream.planner.note_shortage()}".rstrip(),)
             raise
     protect_gradients(output[0], lambda: parameters_of(model))
     if isinstance(output, tuple):

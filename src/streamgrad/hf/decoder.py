@@ -106,7 +106,8 @@ def _streamed_or_again(decoder: Any, stock: Callable[..., Any], stream: DecoderS
             return _streamed(decoder, stock, stream, sequences)
         except torch.OutOfMemoryError as error:
             planned = stream.planner.note_shortage()
-            if is_last or not planned or not alone or not torch.is_grad_enabled():
+            if is_last or stream.config.keep != "auto" or not alone or not torch.is_grad_enabled():
+                error.args = (f"{error} {planned}".rstrip(),)
                 raise
             message = f"streamgrad: the forward pass is run once more. {planned} {error}"
         # The error is gone here, and with it what the first run had allocated.

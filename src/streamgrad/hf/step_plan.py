@@ -42,6 +42,11 @@ logger = logging.getLogger("streamgrad")
 
 # Share of the memory beyond what is held already that a plan may use once memory has run out.
 _LEFT_BY_A_SHORTAGE = 0.7
+# Said where memory ran out although far less than there was should have been enough.
+_FRAGMENTS = (
+    "By its plan this length fits with room to spare: look for another process on the device, and set "
+    "PYTORCH_ALLOC_CONF=expandable_segments:True against fragments."
+)
 
 
 @dataclass(frozen=True)
@@ -78,13 +83,20 @@ class Planner:
         self._shape_with_segments: torch.Size | None = None
         self._costs: dict[tuple[Any, ...], LayerCosts] = {}
         self._shortages = 0  # how often memory ran out in spite of a plan
+        self._latest_step: tuple[StepFacts, int, Choices, Budget] | None = None
 
     def note_shortage(self) -> str:
-        """Plan for less memory from now on, where that is left to the plan, and return what is to be said of it."""
-        if self.config.keep != "auto":
-            return ""
-        self._shortages += 1
-        return "From now on, steps are planned for less memory; streamgrad.disable and enable forget that."
+        """Plan for less memory from now on, where that is left to the plan; return what to say of it and what would fit."""
+        told = []
+        if self.config.keep == "auto":
+            self._shortages += 1
+            told.append("From now on, steps are planned for less memory; streamgrad.disable and enable forget that.")
+        if self._latest_step is not None:
+            facts, sequence, choices, budget = self._latest_step
+            lowered = _lowered(budget, facts.resident_bytes, max(1, self._shortages))
+            fits = choose_plan(facts.at(sequence), choices, lowered)[1]
+            told.append(_FRAGMENTS if fits else _told_of_length(longest_that_fits(facts, sequence, choices, lowered)))
+        return " ".join(told)
 
     def chunk_size(self, batch: int, sequence: int) -> int:
         """Return the tokens of a chunk where no budget decides it."""
@@ -130,10 +142,12 @@ class Planner:
         layer, recurrent = sample.layer, sample.mask is None
         trainable = tuple((parameter.requires_grad, parameter.shape) for parameter in parameters_of(layer))
         autocast = torch.is_autocast_enabled(h_BTE.device.type) and torch.get_autocast_dtype(h_BTE.device.type)
-        tokens = min(2 * PROBED_TOKENS, h_BTE.shape[1])
+        # A power of two, so that short sequences of ever new lengths are not each measured.
+        tokens = min(2 * PROBED_TOKENS, 1 << (h_BTE.shape[1].bit_length() - 1))
         key = (type(layer), h_BTE.dtype, autocast, trainable, layer.training, tokens, sharing.ranks)
         if key not in self._costs:
-            measured = measured_costs(layer, sample.run, sample.mask, backends, h_BTE, sharing, recurrent=recurrent)
+            first = h_BTE[:, :tokens]
+            measured = measured_costs(layer, sample.run, sample.mask, backends, first, sharing, recurrent=recurrent)
             self._costs[key] = LayerCosts(*sharing.most(*astuple(measured)))
         return self._costs[key]
 
@@ -143,8 +157,8 @@ class Planner:
         resident, budget = self._memory_now(call)
         facts = _step_facts(call, costs, resident, budget)
         choices = self._choices(call)
-        spared = (budget.device_bytes - resident) * (1.0 - _LEFT_BY_A_SHORTAGE**self._shortages) if self._shortages else 0.0
-        plan, fits = choose_plan(facts.at(sequence), choices, Budget(budget.device_bytes - spared, budget.host_bytes))
+        self._latest_step = facts, sequence, choices, budget
+        plan, fits = choose_plan(facts.at(sequence), choices, _lowered(budget, facts.resident_bytes, self._shortages))
         if not fits:
             self._refuse(facts, sequence, plan, choices, budget)
         if self.latest is None or plan.policies != self.latest.policies:
@@ -187,9 +201,20 @@ class Planner:
         longest = longest_that_fits(facts, sequence, choices, budget)
         raise ValueError(
             f"memory_budget={self.config.memory_budget!r} cannot hold {shape}: about "
-            f"{readable(plan.peak_bytes)} are needed ({plan}). "
-            + (f"About {longest} tokens a sequence would fit." if longest else "Not even a short sequence would fit.")
+            f"{readable(plan.peak_bytes)} are needed ({plan}). " + _told_of_length(longest)
         )
+
+
+def _lowered(budget: Budget, resident: float, shortages: int) -> Budget:
+    """Return the budget, lowered once for each time that memory ran out in spite of it."""
+    if not shortages or budget.device_bytes == float("inf"):
+        return budget
+    spared = (budget.device_bytes - resident) * (1.0 - _LEFT_BY_A_SHORTAGE**shortages)
+    return Budget(budget.device_bytes - spared, budget.host_bytes)
+
+
+def _told_of_length(longest: int) -> str:
+    return f"About {longest} tokens a sequence would fit." if longest else "Not even a short sequence would fit."
 
 
 def _step_facts(call: PlannedCall, costs: LayerCosts, resident: float, budget: Budget) -> StepFacts:
