@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from streamgrad.head.divergence import linear_divergence
     from streamgrad.head.token_scores import token_logprobs
     from streamgrad.hf.estimate import estimate
+    from streamgrad.hf.shared_prefixes import share_prefixes
 
 __version__ = "0.2.0"
 
@@ -21,6 +22,7 @@ __all__ = [
     "is_enabled",
     "linear_cross_entropy",
     "linear_divergence",
+    "share_prefixes",
     "token_logprobs",
 ]
 
@@ -33,6 +35,7 @@ _HOMES = {
     "is_enabled": "api",
     "linear_cross_entropy": "head.cross_entropy",
     "linear_divergence": "head.divergence",
+    "share_prefixes": "hf.shared_prefixes",
     "token_logprobs": "head.token_scores",
 }
 

@@ -26,6 +26,8 @@ class Part:
     Args:
         causal, window, varlen: which query sees which key, as in `backends.Block`.
         masked: only the mask's `visible(start, stop, first, device)` describes it, and `last` is `stop`.
+        queries: which of the chunk's queries these are, counted from its first; None if it is all of them.
+        band: query i of these sees the keys from `first + i + band` on (a sliding window over the keys of other segments).
     """
 
     first: int
@@ -34,6 +36,8 @@ class Part:
     window: int | None = None
     varlen: VarlenMask | None = None
     masked: bool = False
+    queries: tuple[int, int] | None = None
+    band: int | None = None
 
 
 class CausalMask:

@@ -12,17 +12,19 @@ Shapes: B batch, H query heads, G key/value heads, L chunk, D head size.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from streamgrad.attention.backends import Block, choose, run_or_replace
-from streamgrad.attention.masks import CausalMask, DenseMask
+from streamgrad.attention.backends.block import merge
+from streamgrad.attention.masks import CausalMask, DenseMask, Part
+from streamgrad.attention.trees import TreeMask, band_mask
 from streamgrad.engine.kv_chunk import Attended, Chunk, KeyGradient, KeyValueStream, with_dense_rows
 from streamgrad.engine.trial import LoneTokens
 from streamgrad.memory.costs import KEYS_AT_ONCE
-from streamgrad.ops.accumulate import as_sum
+from streamgrad.ops.accumulate import accumulator_dtype, as_sum
 from streamgrad.ops.autograd import first_order_only
 
 
@@ -48,25 +50,58 @@ def streamed_attention(
     if isinstance(chunk, LoneTokens):
         return chunk.attend(query_BHLD, key_BGLD, value_BGLD, scale)[..., :value_size]
     chunk.receive(key_BGLD, value_BGLD)
-    mask = chunk.mask
+    pieces = [
+        Piece(
+            queries=part.queries or (0, chunk.span[1] - chunk.span[0]),
+            keys=(part.first, part.last),
+            block=Block(
+                scale=scale,
+                causal=part.causal,
+                window=part.window,
+                varlen=part.varlen,
+                mask=_mask_of(chunk, part, query_BHLD.device),
+                softcap=softcap,
+                dropout=dropout,
+            ),
+        )
+        for part in _parts(chunk, query_BHLD)
+    ]
+    if sink_H is not None:
+        sink_H = chunk.sharing.own_heads(sink_H)
+    out_BHLD = _StreamedAttention.apply(chunk, pieces, query_BHLD, key_BGLD, value_BGLD, sink_H)
+    return out_BHLD if value_size == size else out_BHLD[..., :value_size]
+
+
+class Piece(NamedTuple):
+    """Some of a chunk's queries, counted from its first, over some keys of the sequence; a chunk's attention is made of them."""
+
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    block: Block
+
+    def of_queries(self, tensor_BHLx: Tensor) -> Tensor:
+        """Return the piece's queries, or what belongs to them: the tensor itself if these are all."""
+        first, last = self.queries
+        return tensor_BHLx if last - first == tensor_BHLx.shape[2] else tensor_BHLx[:, :, first:last]
+
+
+def _parts(chunk: Chunk, query_BHLD: Tensor) -> list[Part]:
+    mask, batch = chunk.mask, query_BHLD.shape[0]
+    if isinstance(mask, TreeMask):
+        return mask.parts(*chunk.span, batch)
     assert isinstance(mask, CausalMask | DenseMask)
     if isinstance(mask, DenseMask):
         mask.check_shape(*query_BHLD.shape[:2])
-    part = mask.part(*chunk.span, query_BHLD.shape[0])
-    block = Block(
-        scale=scale,
-        causal=part.causal,
-        window=part.window,
-        varlen=part.varlen,
-        mask=mask.visible(*chunk.span, part.first, query_BHLD.device) if part.masked else None,
-        softcap=softcap,
-        dropout=dropout,
-    )
-    keys = part.first, part.last
-    if sink_H is not None:
-        sink_H = chunk.sharing.own_heads(sink_H)
-    out_BHLD = _StreamedAttention.apply(chunk, keys, block, query_BHLD, key_BGLD, value_BGLD, sink_H)
-    return out_BHLD if value_size == size else out_BHLD[..., :value_size]
+    return [mask.part(*chunk.span, batch)]
+
+
+def _mask_of(chunk: Chunk, part: Part, device: torch.device) -> Tensor | None:
+    if part.band is not None:
+        return band_mask(part, device)
+    if not part.masked:
+        return None
+    assert isinstance(chunk.mask, CausalMask | DenseMask)
+    return chunk.mask.visible(*chunk.span, part.first, device)
 
 
 def _widened(tensor_BHLD: Tensor, size: int) -> Tensor:
@@ -84,8 +119,7 @@ class _StreamedAttention(torch.autograd.Function):
     def forward(
         ctx: Any,
         chunk: Chunk,
-        keys: tuple[int, int],
-        block: Block,
+        pieces: list[Piece],
         query_BHLD: Tensor,
         key_BGLD: Tensor,
         value_BGLD: Tensor,
@@ -94,13 +128,12 @@ class _StreamedAttention(torch.autograd.Function):
         query_BHLD = with_dense_rows(chunk.sharing.to_heads(query_BHLD))
         done = chunk.kept
         if done is None:
-            keys_and_values = chunk.stream.read(*keys)
-            done = run_or_replace(chunk.backends, query_BHLD, *keys_and_values, block)
+            done = _attended(chunk, pieces, query_BHLD)
             if sink_H is not None:
                 done = _add_sink(done, sink_H)
-            if chunk.keep_attention and block.dropout == 0.0:
+            if chunk.keep_attention and pieces[0].block.dropout == 0.0:
                 chunk.kept = done
-        ctx.backends, ctx.sharing, ctx.span, ctx.keys, ctx.block = chunk.backends, chunk.sharing, chunk.span, keys, block
+        ctx.backends, ctx.sharing, ctx.span, ctx.pieces = chunk.backends, chunk.sharing, chunk.span, pieces
         # A chunk that is the whole sequence reads only its own keys. Its graph may be kept and run backward more than once, so
         # autograd saves them, and each backward pass sums gradients in a stream of its own.
         ctx.stream = None if chunk.is_whole else chunk.stream
@@ -113,19 +146,21 @@ class _StreamedAttention(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, dout_BHLD: Tensor) -> tuple[Tensor | None, ...]:
-        query_BHLD, out_BHLD, lse_BHL, dropped_BHLS, sink_H, *own = ctx.saved_tensors
-        stream: KeyValueStream = ctx.stream or KeyValueStream(ctx.span[1], (own[0], own[1]))
+        query_BHLD, out_BHLD, lse_BHL, dropped_BHLS, sink_H, *saved = ctx.saved_tensors
+        stream: KeyValueStream = ctx.stream or KeyValueStream(ctx.span[1], (saved[0], saved[1]))
         dout_BHLD = with_dense_rows(ctx.sharing.to_heads(dout_BHLD))
-        done = Attended(out_BHLD, lse_BHL, dropped_BHLS)
         dquery_BHLD: Tensor | None = None
-        for (start, stop), block in _split_keys(ctx.keys, ctx.block, query_BHLD.shape[2]):
+        for piece in (part for whole in ctx.pieces for part in _split_keys(whole)):
+            start, stop = piece.keys
             key, value = stream.read(start, stop)
-            backend = choose(ctx.backends, query_BHLD, key, value, block)
-            term_BHLD, pieces = backend.backward(dout_BHLD, query_BHLD, key, value, done, block)
-            dquery_BHLD = term_BHLD if dquery_BHLD is None else as_sum(dquery_BHLD).add_(term_BHLD)
+            dout, query = piece.of_queries(dout_BHLD), piece.of_queries(query_BHLD)
+            own = Attended(piece.of_queries(out_BHLD), piece.of_queries(lse_BHL).contiguous(), dropped_BHLS)
+            backend = choose(ctx.backends, query, key, value, piece.block)
+            term_BHLD, gradients = backend.backward(dout, query, key, value, own, piece.block)
+            dquery_BHLD = _with_term(dquery_BHLD, piece, term_BHLD, query_BHLD.shape)
             # Includes the chunk's own keys, whose gradient is then complete and collected below.
-            _deposit(stream, start, pieces)
-            del term_BHLD, pieces  # free them before the next kernel call
+            _deposit(stream, start, gradients)
+            del term_BHLD, gradients  # free them before the next kernel call
         assert dquery_BHLD is not None
         dkey_BGLD, dvalue_BGLD = stream.collect(*ctx.span)
         dsink_H = None
@@ -134,7 +169,7 @@ class _StreamedAttention(torch.autograd.Function):
             delta_BHL = (dout_BHLD.to(lse_BHL.dtype) * out_BHLD.to(lse_BHL.dtype)).sum(dim=-1)
             dsink_H = -(weight_BHL * delta_BHL).sum(dim=(0, 2)).to(sink_H.dtype)
         inputs = dquery_BHLD.to(query_BHLD.dtype), dkey_BGLD, dvalue_BGLD
-        return None, None, None, *map(ctx.sharing.to_tokens, inputs), dsink_H
+        return None, None, *map(ctx.sharing.to_tokens, inputs), dsink_H
 
 
 def _deposit(stream: KeyValueStream, start: int, pieces: list[KeyGradient]) -> None:
@@ -142,19 +177,51 @@ def _deposit(stream: KeyValueStream, start: int, pieces: list[KeyGradient]) -> N
         stream.deposit(start + first, start + last, dkey, dvalue)
 
 
-def _split_keys(keys: tuple[int, int], block: Block, rows: int) -> list[tuple[tuple[int, int], Block]]:
-    """Split a block into blocks of a bounded number of keys, for backward.
+def _attended(chunk: Chunk, pieces: list[Piece], query_BHLD: Tensor) -> Attended:
+    """Run the pieces and merge them by their log-sum-exps. The first ones contain every query once, with its own key."""
+    whole: Attended | None = None
+    for piece in pieces:
+        query = with_dense_rows(piece.of_queries(query_BHLD))
+        done = run_or_replace(chunk.backends, query, *chunk.stream.read(*piece.keys), piece.block)
+        if query.shape == query_BHLD.shape and whole is None:
+            whole = done
+            continue
+        if whole is None:
+            whole = Attended(torch.empty_like(query_BHLD), done.lse_BHL.new_full(query_BHLD.shape[:3], float("-inf")))
+        own = Attended(piece.of_queries(whole.out_BHLD), piece.of_queries(whole.lse_BHL))
+        merged = done if piece.block.causal else merge(own, done)
+        if merged.out_BHLD is not own.out_BHLD:
+            own.out_BHLD.copy_(merged.out_BHLD)
+            own.lse_BHL.copy_(merged.lse_BHL)
+    assert whole is not None
+    return whole
+
+
+def _with_term(dquery_BHLD: Tensor | None, piece: Piece, term_BHLD: Tensor, shape: torch.Size) -> Tensor:
+    """Return the sum of the queries' gradients so far and one piece's."""
+    if dquery_BHLD is None:
+        if term_BHLD.shape == shape:
+            return term_BHLD
+        dquery_BHLD = term_BHLD.new_zeros(shape, dtype=accumulator_dtype(term_BHLD.dtype))
+    dquery_BHLD = as_sum(dquery_BHLD)
+    piece.of_queries(dquery_BHLD).add_(term_BHLD)
+    return dquery_BHLD
+
+
+def _split_keys(piece: Piece) -> list[Piece]:
+    """Split a piece into pieces of a bounded number of keys, for backward.
 
     Kernels allocate gradients and workspace for all their keys, with grouped queries even per query head: tens of kB per key.
     """
-    first, last = keys
-    if not block.causal or block.window is not None or block.dropout > 0.0:
-        return [(keys, block)]
+    (first, last), block = piece.keys, piece.block
+    if block.mask is not None or block.varlen is not None or block.window is not None or block.dropout > 0.0:
+        return [piece]
+    rows = piece.queries[1] - piece.queries[0] if block.causal else 0
     parts = []
     while last - rows - first > KEYS_AT_ONCE:
-        parts.append(((first, first + KEYS_AT_ONCE), replace(block, causal=False)))
+        parts.append(piece._replace(keys=(first, first + KEYS_AT_ONCE), block=replace(block, causal=False)))
         first += KEYS_AT_ONCE
-    return [*parts, ((first, last), block)]
+    return [*parts, piece._replace(keys=(first, last))]
 
 
 def _add_sink(done: Attended, sink_H: Tensor) -> Attended:

@@ -21,6 +21,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from streamgrad.attention.backends import Backend, backends_named
 from streamgrad.attention.masks import CausalMask, DenseMask
+from streamgrad.attention.trees import Tree, TreeMask
 from streamgrad.config import StreamConfig
 from streamgrad.engine.guards import protect_gradients
 from streamgrad.engine.host_offload import HostStore
@@ -31,7 +32,6 @@ from streamgrad.engine.module_walk import modules_of, parameters_of
 from streamgrad.engine.recurrent_chunk import RecurrentCall
 from streamgrad.engine.replay import DRAWING
 from streamgrad.engine.shortage import naming_shortage
-from streamgrad.engine.ulysses import SequenceSharing
 from streamgrad.hf.deepspeed import is_partitioned
 from streamgrad.hf.discover import (
     attention_configs,
@@ -53,7 +53,7 @@ from streamgrad.memory.planner import HeadFacts, Plan
 from streamgrad.ops.autograd import in_transform
 
 # By the id of a layer's mask, with the mask itself: an id may be reused once its object is gone.
-_Masks = dict[int, tuple[object, CausalMask | DenseMask]]
+_Masks = dict[int, tuple[object, CausalMask | DenseMask | TreeMask]]
 
 
 @dataclass
@@ -67,6 +67,7 @@ class DecoderStream:
     in_use: InUse = field(default_factory=InUse)
     head: HeadFacts | None = None  # in the call that is under way, where the head is streamed too
     group: SequenceGroup | None = None  # whose ranks share every sequence
+    tree: Tree | None = None  # of the row in the call that is under way, where sequences share their beginnings
 
     def __post_init__(self) -> None:
         self.backends = backends_named(self.config.attention)
@@ -78,12 +79,13 @@ def decoder_forward(decoder: Any, stock: Callable[..., Any], stream: DecoderStre
     arguments = named_arguments(stock, args, kwargs)
     group = sequence_group(decoder, stream.group)
     name = type(decoder).__name__
-    if group is None and not _should_stream(decoder, stream, arguments):
+    if group is None and stream.tree is None and not _should_stream(decoder, stream, arguments):
         with stream.in_use.claimed(name, alone=False):
             return stock(*args, **kwargs)
     _refuse_what_needs_whole_layers(decoder, arguments)
     check_mask(arguments, decoder.config)
-    sequences = WholeSequences(arguments) if group is None else Slices.of(decoder, arguments, group, stream.planner)
+    whole = WholeSequences(arguments, stream.tree)
+    sequences = whole if group is None else Slices.of(decoder, arguments, group, stream.planner)
     _drop_cache(sequences.arguments)
     try:
         with stream.in_use.claimed(name):
@@ -224,7 +226,7 @@ class _DecoderCall:
                 )
             run = self._run(modules, arguments, recorder)
             if recurrent:
-                _refuse_for_recurrent_layers(arguments, self.sequences.sharing)
+                _refuse_for_recurrent_layers(arguments, self.sequences)
             mask = None if recurrent else self._mask(arguments, h_BTE)
             if self.plan is None:  # this is the first layer
                 self.plan = self._make_plan(h_BTE, chain([Sample(layer, run, mask)], self._other_kinds(args, kwargs)))
@@ -282,7 +284,7 @@ class _DecoderCall:
                 mask = None if is_recurrent(modules) else self.sequences.mask(_mask_of(arguments, h_BTE.shape[1], h_BTE.shape[1]))
                 yield Sample(layer, self._run(modules, arguments, Recorder()), mask)
 
-    def _mask(self, arguments: LayerArguments, h_BTE: Tensor) -> CausalMask | DenseMask:
+    def _mask(self, arguments: LayerArguments, h_BTE: Tensor) -> CausalMask | DenseMask | TreeMask:
         given = arguments.attention_mask
         if id(given) not in self.masks:
             chunk_size = self.stream.planner.chunk_size(*h_BTE.shape[:2])
@@ -298,8 +300,10 @@ class _DecoderCall:
         return planner.plan(PlannedCall(self.decoder, self.parameters, h_BTE, stream.head, stream.host_store, sharing), costs)
 
 
-def _refuse_for_recurrent_layers(arguments: LayerArguments, sharing: SequenceSharing) -> None:
-    if sharing.ranks > 1:
+def _refuse_for_recurrent_layers(arguments: LayerArguments, sequences: WholeSequences) -> None:
+    if sequences.tree is not None:
+        raise SeamError("some of its layers hand a state from token to token, and its sequences share their beginnings")
+    if sequences.sharing.ranks > 1:
         raise SeamError("some of its layers hand a state from token to token, and ranks share its sequences")
     for name in ("cu_seq_lens_q", "seq_idx"):
         if arguments.others.get(name) is not None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers.masking_utils import find_packed_sequence_indices
 
 from streamgrad.attention.masks import CausalMask, DenseMask, rows_without_keys
+from streamgrad.attention.trees import Tree, TreeMask
 from streamgrad.config import KEEP_POLICIES
 from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.ulysses import ALONE, SequenceSharing, Ulysses
@@ -84,16 +85,20 @@ class WholeSequences:
 
     sharing: SequenceSharing = ALONE
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        self.arguments = arguments
+    def __init__(self, arguments: dict[str, Any], tree: Tree | None = None) -> None:
+        self.arguments, self.tree = arguments, tree
 
     def masks(self) -> AbstractContextManager[None]:
         """Return the context in which the decoder's forward makes its masks."""
         return nullcontext()
 
-    def mask(self, mask: CausalMask | DenseMask) -> CausalMask | DenseMask:
+    def mask(self, mask: CausalMask | DenseMask) -> CausalMask | DenseMask | TreeMask:
         """Return the mask of the whole sequence, given the one made for the tokens of this process."""
-        return mask
+        if self.tree is None:
+            return mask
+        if not isinstance(mask, CausalMask) or mask.has_other_rule or mask.padding_BT is not None:
+            raise SeamError("its sequences share their beginnings, and its mask has other rules than causality and a window")
+        return TreeMask(self.tree, mask.window)
 
     def output(self, output: Any) -> Any:
         """Return what the caller gets, given what the decoder returned."""

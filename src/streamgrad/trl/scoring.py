@@ -26,7 +26,8 @@ from streamgrad.head.linear_head import LogitMap
 from streamgrad.head.token_scores import token_scores
 from streamgrad.hf.causal_lm import HeadStream, causal_lm_forward, check_labels, refuse_backward_hooks
 from streamgrad.hf.discover import unwrap
-from streamgrad.hf.patching import InstalledForward, named_arguments, temporary_attribute
+from streamgrad.hf.patching import InstalledForward, named_arguments, temporary_attribute, warn_once
+from streamgrad.hf.shared_prefixes import SharedBatch, has_gaps, share_prefixes, sharing_refusal
 from streamgrad.hf.step_plan import head_known_to_decoder
 from streamgrad.parallel import make_zero3_leaves
 
@@ -44,6 +45,7 @@ class ScoringStream(HeadStream):
     scored_map: LogitMap
     in_float32: bool
     label_smoothing: float = 0.0
+    share_prompts: bool = False
 
 
 def scoring_forward(
@@ -81,10 +83,16 @@ def _scored(
     text_config = model.config.get_text_config()
     if getattr(text_config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
-    with head_known_to_decoder(model, _linear_head(model), tokens=targets_BT.numel(), config=stream.config):
-        output = model.base_model(*args, **kwargs | {"use_cache": False})
-    hidden_BTE = output.last_hidden_state
-    scores = {name: score[:, :length] for name, score in _scores(model, stream, hidden_BTE, targets_BT).items()}
+    shared = _shared(model, given | kwargs, labels) if stream.share_prompts and shift_labels is None else None
+    scored = targets_BT if shared is None else shared.targets
+    with head_known_to_decoder(model, _linear_head(model), tokens=scored.numel(), config=stream.config):
+        if shared is None:
+            output = model.base_model(*args, **kwargs | {"use_cache": False})
+            hidden_BTE = output.last_hidden_state
+        else:
+            hidden_BTE = shared.hidden_states(model)
+    scores = _scores(model, stream, hidden_BTE, scored)
+    scores = {name: score[:, :length] if shared is None else shared.unshared(score) for name, score in scores.items()}
     mask = (targets_BT != _IGNORED)[:, :length].to(scores["log_probs"].device)
     count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     loss, balance = -scores["log_probs"].sum() / count, None
@@ -93,6 +101,23 @@ def _scored(
         balance = load_balancing_loss_func(output.router_logits, experts, chosen, given.get("attention_mask"))
         loss = loss + getattr(text_config, "router_aux_loss_coef", 0.0) * balance
     return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=balance, **scores)
+
+
+def _shared(model: Any, given: dict[str, Any], labels: Tensor | None) -> SharedBatch | None:
+    """Return the batch with equal prompts computed once; None if there are none, or if its rows must be computed one by one."""
+    passed = {name for name, value in given.items() if value is not None and value is not False}
+    if labels is None or len(labels) == 1 or passed - {"input_ids", "attention_mask"}:
+        return None
+    attention_mask = given.get("attention_mask")
+    if attention_mask is not None and (attention_mask.ndim != 2 or has_gaps(attention_mask)):
+        return None
+    shared = share_prefixes(given["input_ids"], attention_mask, labels != _IGNORED)
+    if shared.input_ids.numel() == shared.tokens:
+        return None
+    reason = sharing_refusal(model)
+    if reason is not None:
+        warn_once(model, "share_prompts", f"streamgrad: equal prompts are computed in every row: {reason}.")
+    return shared if reason is None else None
 
 
 def _scores(model: Any, stream: ScoringStream, hidden_BTE: Tensor, targets_BT: Tensor) -> dict[str, Tensor]:
@@ -146,6 +171,7 @@ def add_streamed_head(
     model: Any,
     stream: StreamConfig | None,
     *,
+    share_prompts: bool = False,
     temperature: float = 1.0,
     cast_lm_head_to_fp32: bool = False,
     outputs: tuple[str, ...] = ("log_probs",),
@@ -155,6 +181,7 @@ def add_streamed_head(
     Args:
         model: a causal language model, not yet wrapped by PEFT or an engine.
         stream: how to stream it, as for `enable_for_trainer`.
+        share_prompts: whether rows with equal prompts compute them once.
         temperature, cast_lm_head_to_fp32, outputs: as in TRL.
     """
     if not temperature > 0:
@@ -168,13 +195,20 @@ def add_streamed_head(
     assert enabled is not None and isinstance(enabled.stream, HeadStream)
     config, logit_map = enabled.stream.config, enabled.stream.logit_map
     scored_map = replace(logit_map, scale=logit_map.scale / temperature)
-    scoring = ScoringStream(config, logit_map, fields=outputs, scored_map=scored_map, in_float32=cast_lm_head_to_fp32)
+    scoring = ScoringStream(
+        config,
+        logit_map,
+        fields=outputs,
+        scored_map=scored_map,
+        in_float32=cast_lm_head_to_fp32,
+        share_prompts=share_prompts,
+    )
     # In the place of the forward that `enable` installed, so that `disable` removes this one.
     InstalledForward(model, scoring_forward, scoring).install()
 
 
 @contextmanager
-def streamed_head_in(trainer: type, stream: StreamConfig | None) -> Iterator[None]:
+def streamed_head_in(trainer: type, stream: StreamConfig | None, *, share_prompts: bool = False) -> Iterator[None]:
     """Let the constructor of TRL's `trainer` call `add_streamed_head` in place of `add_fused_lm_head` within the block.
 
     The constructor is the only place where both models exist, no engine has wrapped them, and nothing has been scored yet (DPO
@@ -185,7 +219,7 @@ def streamed_head_in(trainer: type, stream: StreamConfig | None) -> Iterator[Non
 
     def add(model: Any, *args: Any, **kwargs: Any) -> None:
         options = inspect.signature(stock).bind(model, *args, **kwargs).arguments
-        add_streamed_head(options.pop("model"), stream, **options)
+        add_streamed_head(options.pop("model"), stream, share_prompts=share_prompts, **options)
 
     module.add_fused_lm_head = add  # type: ignore[attr-defined]
     try:

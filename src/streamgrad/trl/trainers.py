@@ -26,6 +26,7 @@ class _Streamed:
     """The constructor that the trainers share; `stock` is TRL's trainer, which follows in the method resolution order."""
 
     stock: Any
+    share_prompts = False
     model: Any
     args: Any
     state: Any
@@ -44,7 +45,7 @@ class _Streamed:
 
     def _streaming(self, stream: StreamConfig | None) -> AbstractContextManager[None]:
         """Return a block in which TRL's constructor makes or takes models that are then streamed."""
-        return streamed_head_in(self.stock, stream)
+        return streamed_head_in(self.stock, stream, share_prompts=self.share_prompts)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         output, processes = self.args.output_dir, self.args.world_size
@@ -53,6 +54,14 @@ class _Streamed:
             if self.args.should_save:
                 begin_checkpoint(path)
             super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+
+
+class _Sharing(_Streamed):
+    """A trainer whose rows may have equal prompts, which are computed once."""
+
+    def __init__(self, *args: Any, share_prompts: bool = True, **kwargs: Any) -> None:
+        self.share_prompts = share_prompts
+        super().__init__(*args, **kwargs)
 
 
 def _changed(given: dict[str, Any]) -> list[Any]:
@@ -95,7 +104,7 @@ class StreamSFTTrainer(_Streamed, SFTTrainer):
             trainer.label_smoother = None
 
 
-class StreamDPOTrainer(_Streamed, DPOTrainer):
+class StreamDPOTrainer(_Sharing, DPOTrainer):
     """[`trl.DPOTrainer`] with a streamed policy and reference.
 
     The reference may be a model of its own, the policy without its adapters, or log-probabilities computed beforehand.
@@ -104,24 +113,28 @@ class StreamDPOTrainer(_Streamed, DPOTrainer):
         *args, **kwargs: as for [`trl.DPOTrainer`].
         stream ([`StreamConfig`], *optional*):
             How to stream. By default, a model that is enabled keeps its configuration, and any other gets the defaults.
+        share_prompts (`bool`, *optional*, defaults to `True`):
+            Whether rows with equal prompts compute them once, to the same losses, metrics and gradients.
     """
 
     stock = DPOTrainer
 
 
-class StreamGRPOTrainer(_Streamed, GRPOTrainer):
+class StreamGRPOTrainer(_Sharing, GRPOTrainer):
     """[`trl.GRPOTrainer`] with a streamed policy and reference. Completions are generated as usual, with a key/value cache.
 
     Args:
         *args, **kwargs: as for [`trl.GRPOTrainer`].
         stream ([`StreamConfig`], *optional*):
             How to stream. By default, a model that is enabled keeps its configuration, and any other gets the defaults.
+        share_prompts (`bool`, *optional*, defaults to `True`):
+            Whether rows with equal prompts compute them once, to the same losses, metrics and gradients.
     """
 
     stock = GRPOTrainer
 
 
-class StreamKTOTrainer(_Streamed, KTOTrainer):
+class StreamKTOTrainer(_Sharing, KTOTrainer):
     """[`trl.KTOTrainer`] with a streamed policy and reference.
 
     The reference may be a model of its own, the policy without its adapters, or log-probabilities computed beforehand.
@@ -130,18 +143,22 @@ class StreamKTOTrainer(_Streamed, KTOTrainer):
         *args, **kwargs: as for [`trl.KTOTrainer`].
         stream ([`StreamConfig`], *optional*):
             How to stream. By default, a model that is enabled keeps its configuration, and any other gets the defaults.
+        share_prompts (`bool`, *optional*, defaults to `True`):
+            Whether rows with equal prompts compute them once, to the same losses, metrics and gradients.
     """
 
     stock = KTOTrainer
 
 
-class StreamRLOOTrainer(_Streamed, RLOOTrainer):
+class StreamRLOOTrainer(_Sharing, RLOOTrainer):
     """[`trl.RLOOTrainer`] with a streamed policy and reference. Completions are generated as usual, with a key/value cache.
 
     Args:
         *args, **kwargs: as for [`trl.RLOOTrainer`].
         stream ([`StreamConfig`], *optional*):
             How to stream. By default, a model that is enabled keeps its configuration, and any other gets the defaults.
+        share_prompts (`bool`, *optional*, defaults to `True`):
+            Whether rows with equal prompts compute them once, to the same losses, metrics and gradients.
     """
 
     stock = RLOOTrainer

@@ -1,0 +1,229 @@
+"""Makes one row of a batch whose rows begin alike (completions of a prompt, rollouts of a history); each beginning occurs once.
+
+    shared = share_prefixes(input_ids, attention_mask, completion_mask)
+    hidden = shared.hidden_states(model)                                   what predicts each scored token, (1, M, E)
+    logprobs = shared.unshared(token_logprobs(hidden, weight, shared.targets))        (B, T - 1), as of separate rows
+
+The layers then run over P + C_1 + ... + C_G tokens in place of G P + C_1 + ... + C_G. The row is a tree (`attention.trees`): a
+token sees, at the same distances, exactly the tokens that it would see in a row of its own. The last token of a prompt predicts
+the first token of every completion, so hidden states and targets come in pairs, several of which may have one hidden state.
+
+Shapes: B rows of the batch, T their length, N tokens of the shared row, M scored tokens, E model width.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.dropout import _DropoutNd
+
+from streamgrad.attention.trees import Tree
+from streamgrad.hf.discover import follows_length, has_recurrent_layers, unwrap
+from streamgrad.hf.patching import InstalledForward, signature_of, temporary_attribute
+from streamgrad.hf.sequence_slices import sequence_group
+
+# Beyond a prompt, beginnings that share fewer tokens are computed in every row: each branch is one more call of a kernel.
+SHORTEST = 16
+
+
+@dataclass(frozen=True, eq=False)
+class SharedBatch:
+    """What `share_prefixes` returns: the shared row, and where the tokens of the batch are in it.
+
+    Args:
+        input_ids, position_ids: (1, N), the shared row.
+        targets: (1, M), the scored tokens, row by row.
+        tree: the segments of the shared row.
+        mask: (B, T - 1), True where the next token is scored: the mask of what `unshared` returns.
+        places: (M,), which token of the shared row predicts each target.
+        tokens: real tokens of the batch, before sharing.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    targets: Tensor
+    tree: Tree
+    mask: Tensor
+    places: Tensor
+    tokens: int
+
+    def hidden_states(self, model: Any, **kwargs: Any) -> Tensor:
+        """Run the decoder of an enabled `model` over the shared row; return the hidden state for each of `targets`, (1, M, E).
+
+        `kwargs` are passed to the decoder. Raise `ValueError` if the model's sequences cannot be shared.
+        """
+        inner = unwrap(model)
+        reason = sharing_refusal(inner)
+        if reason is not None:
+            raise ValueError(f"{type(inner).__name__} cannot share the beginnings of its sequences: {reason}.")
+        with self.streamed(inner):
+            output = inner.base_model(input_ids=self.input_ids, position_ids=self.position_ids, use_cache=False, **kwargs)
+        return self.predicting(output.last_hidden_state)
+
+    def predicting(self, hidden_1NE: Tensor) -> Tensor:
+        """Return the hidden states that predict `targets`, (1, M, E)."""
+        return hidden_1NE.index_select(1, self.places.to(hidden_1NE.device))
+
+    def unshared(self, scores: Tensor, fill: float = 0.0) -> Tensor:
+        """Return (1, M) scores of `targets` as (B, T - 1), where separate rows would have them, and `fill` elsewhere."""
+        if scores.shape[:2] != self.targets.shape:
+            raise ValueError(f"scores have shape {tuple(scores.shape)}. Pass one for each target: {tuple(self.targets.shape)}.")
+        whole = scores.new_full((*self.mask.shape, *scores.shape[2:]), fill)
+        whole[self.mask.to(scores.device)] = scores[0]
+        return whole
+
+    @contextmanager
+    def streamed(self, model: Any) -> Iterator[None]:
+        """Let calls of the model's decoder within the block take its row for the shared one."""
+        installed = InstalledForward.on(unwrap(model).get_decoder())
+        if installed is None:
+            raise ValueError("the model is not enabled, and only a streamed one can share. Call streamgrad.enable(model) first.")
+        with temporary_attribute(installed.stream, "tree", self.tree):
+            yield
+
+
+def share_prefixes(input_ids: Tensor, attention_mask: Tensor | None = None, completion_mask: Tensor | None = None) -> SharedBatch:
+    """Return the batch as one row in which what rows have in common at their beginnings occurs once.
+
+    Equal prompts are shared whatever their length, and beginnings that agree beyond or before that if at least 16 tokens do.
+
+    Args:
+        input_ids: (B, T).
+        attention_mask: (B, T), nonzero for real tokens, which must be consecutive in a row; padding may be on either side.
+        completion_mask: (B, T), nonzero for the tokens that are scored, by default all real ones but a row's first. A row's
+            prompt is what comes before them.
+    """
+    ids_BT, is_real_BT = input_ids.cpu(), torch.ones_like(input_ids, dtype=torch.bool, device="cpu")
+    for name, given in (("attention_mask", attention_mask), ("completion_mask", completion_mask)):
+        if given is not None and given.shape != input_ids.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(given.shape)} and input_ids {tuple(input_ids.shape)}. Pass one entry for each token."
+            )
+    if attention_mask is not None:
+        is_real_BT = attention_mask.cpu().bool()
+    scored_BT = is_real_BT.clone()
+    scored_BT &= True if completion_mask is None else completion_mask.cpu().bool()
+    rows, firsts = _rows(ids_BT, is_real_BT), _first(is_real_BT)
+    scored_BT[torch.arange(len(rows)), firsts] = False  # nothing comes before it
+    prompts = torch.where(scored_BT.any(1), _first(scored_BT) - firsts, is_real_BT.sum(1)).tolist()
+    layout = _Layout(rows, prompts, firsts.tolist())
+    place_BT = torch.zeros_like(ids_BT)
+    place_BT[is_real_BT] = torch.cat([torch.tensor(row, dtype=torch.long) for row in layout.places])
+    tree = Tree(tuple(layout.ends), tuple(layout.parents))
+    scored_BT, device = scored_BT[:, 1:], input_ids.device
+    return SharedBatch(
+        input_ids=torch.tensor([layout.tokens], device=device, dtype=input_ids.dtype),
+        position_ids=(tree.positions() + torch.tensor(layout.shifts)).unsqueeze(0).to(device),
+        targets=ids_BT[:, 1:][scored_BT].unsqueeze(0).to(device),
+        tree=tree,
+        mask=scored_BT.to(device),
+        places=place_BT[:, :-1][scored_BT].to(device),
+        tokens=sum(map(len, rows)),
+    )
+
+
+def _first(is_BT: Tensor) -> Tensor:
+    """Return the first true column of each row, or 0."""
+    return is_BT.int().argmax(dim=1)
+
+
+def has_gaps(attention_mask: Tensor) -> bool:
+    """Return whether padding lies between real tokens of a row."""
+    is_real_BT = torch.nn.functional.pad(attention_mask.bool().int(), (1, 0))
+    return bool((is_real_BT.diff(dim=1) == 1).sum(dim=1).max() > 1)
+
+
+def _rows(ids_BT: Tensor, is_real_BT: Tensor) -> list[list[int]]:
+    """Return the real tokens of each row; raise where they are not consecutive."""
+    if has_gaps(is_real_BT):
+        raise ValueError(
+            "attention_mask hides tokens between others of a row, which then are at other distances. Pass rows whose real tokens "
+            "are consecutive."
+        )
+    return [ids_T[is_real_T].tolist() for ids_T, is_real_T in zip(ids_BT, is_real_BT, strict=True)]
+
+
+class _Layout:
+    """The shared row while it is built: its tokens, where segments end and their parents, and where each row's tokens are.
+
+    `shifts` are what positions begin with: as in the stock model, they count padding before a row. Of rows that share a beginning
+    after different padding, it is the first row's: rotary embeddings depend on differences of positions only.
+    """
+
+    def __init__(self, rows: list[list[int]], prompts: list[int], firsts: list[int]) -> None:
+        self.rows, self.prompts = rows, prompts
+        self.tokens: list[int] = []
+        self.shifts: list[int] = []
+        self.ends: list[int] = []
+        self.parents: list[int] = []
+        self.places: list[list[int]] = [[] for _ in rows]
+        for group in self._groups(list(range(len(rows))), 0):
+            self._add(group, 0, -1)
+            self.shifts += [firsts[group[0]]] * (len(self.tokens) - len(self.shifts))
+
+    def _add(self, group: list[int], offset: int, parent: int) -> None:
+        """Add what the rows of a group have from `offset` on: the beginning that they share, then their branches."""
+        stop = self._end_of_beginning(group, offset)
+        start, first = len(self.tokens), self.rows[group[0]]
+        self.tokens += first[offset:stop]
+        self.ends.append(len(self.tokens))
+        self.parents.append(parent)
+        segment = len(self.ends) - 1
+        for row in group:
+            self.places[row] += range(start, len(self.tokens))
+        for branch in self._groups([row for row in group if len(self.rows[row]) > stop], stop):
+            self._add(branch, stop, segment)
+
+    def _end_of_beginning(self, group: list[int], offset: int) -> int:
+        """Return up to where the rows of a group share their tokens."""
+        first = self.rows[group[0]]
+        if len(group) == 1:
+            return len(first)
+        stop = min(len(self.rows[row]) for row in group)
+        for row in group[1:]:
+            other = self.rows[row]
+            if other[offset:stop] != first[offset:stop]:
+                stop = next(place for place in range(offset, stop) if other[place] != first[place])
+        prompt = min(self.prompts[row] for row in group)
+        return prompt if offset < prompt < stop < prompt + SHORTEST else stop
+
+    def _groups(self, rows: list[int], offset: int) -> list[list[int]]:
+        """Group rows with the same prompt, or the same next tokens, from `offset` on."""
+        groups: dict[Any, list[int]] = defaultdict(list)
+        for row in rows:
+            tokens, prompt = self.rows[row], self.prompts[row]
+            if offset < prompt < offset + SHORTEST:
+                groups[prompt, *tokens[offset:prompt]].append(row)
+            elif len(tokens) >= offset + SHORTEST:
+                groups[None, *tokens[offset : offset + SHORTEST]].append(row)
+            elif tokens:
+                groups["alone", row].append(row)
+        return list(groups.values())
+
+
+def sharing_refusal(model: Any) -> str | None:
+    """Return why sequences of this model cannot share their beginnings, as it is now; None if they can."""
+    decoder = model.get_decoder()
+    if "position_ids" not in signature_of(decoder.forward).parameters:
+        return "its decoder takes no position_ids"
+    installed = InstalledForward.on(decoder)
+    if installed is not None and sequence_group(decoder, installed.stream.group) is not None:
+        return "ranks share its sequences"
+    if has_recurrent_layers(decoder):
+        return "some of its layers hand a state from token to token"
+    modules = list(decoder.modules())
+    if not any("rotary" in type(module).__name__.lower() for module in modules):
+        return "its positions are not rotary"
+    if any(follows_length(module) for module in modules):
+        return "its rotary embeddings follow the length of a row"
+    dropped = [module for module in modules if isinstance(module, _DropoutNd) and module.training and module.p > 0]
+    attention = any(getattr(module, "attention_dropout", 0.0) and module.training for module in modules)
+    if dropped or attention:
+        return "dropout is on, and rows that share a beginning would share what is dropped there; set it to 0"
+    return None

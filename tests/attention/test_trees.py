@@ -1,0 +1,92 @@
+"""The rectangles of a tree's chunks cover exactly what each token would see in a row of its own, each pair once."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from streamgrad.attention.trees import Tree, TreeMask, band_mask
+
+DEPTH_THREE = Tree((7, 12, 20, 21, 30, 33), (-1, 0, 0, 2, 2, -1))
+# A prompt with five completions, one of them empty, and a second prompt without any.
+COMPLETIONS = Tree((9, 15, 15, 16, 28, 31, 37), (-1, 0, 0, 0, 0, 0, -1))
+
+
+def random_tree(seed: int) -> Tree:
+    drawn = random.Random(seed)
+    lengths = [drawn.choice([0, 1, 2, 5, 11]) for _ in range(drawn.randint(1, 8))]
+    return Tree(tuple(torch.tensor(lengths).cumsum(0).tolist()), tuple(drawn.randint(-1, i - 1) for i in range(len(lengths))))
+
+
+def path(tree: Tree, segment: int) -> list[int]:
+    """The tokens of a row of its own that ends with this segment."""
+    before = path(tree, tree.parents[segment]) if tree.parents[segment] >= 0 else []
+    return before + list(range(*tree.span(segment)))
+
+
+def seen_by(tree: Tree, window: int | None) -> torch.Tensor:
+    seen = torch.zeros(tree.length, tree.length, dtype=torch.int)
+    for segment in range(len(tree.ends)):
+        row = path(tree, segment)
+        for token in range(*tree.span(segment)):
+            place = row.index(token)
+            seen[token, row[max(0, place + 1 - (window or place + 1)) : place + 1]] = 1
+    return seen
+
+
+def covered(tree: Tree, window: int | None, chunk_size: int) -> tuple[torch.Tensor, int]:
+    """How often each pair is in a rectangle, and how many pairs the rectangles have that no mask narrows."""
+    mask, count, pairs = TreeMask(tree, window), torch.zeros(tree.length, tree.length, dtype=torch.int), 0
+    for start in range(0, tree.length, chunk_size):
+        stop = min(start + chunk_size, tree.length)
+        for part in mask.parts(start, stop, 1):
+            first, last = (start + query for query in part.queries)
+            own = torch.ones(last - first, part.last - part.first, dtype=torch.int)
+            if part.causal:
+                own = own.tril(part.last - part.first - (last - first))
+                if part.window is not None:
+                    own = own.triu(part.last - part.first - (last - first) - part.window + 1)
+            if part.band is not None:
+                assert own.shape[1] < window, "a mask that is wider than the window"
+                own = own * band_mask(part, torch.device("cpu"))[0, 0]
+            count[first:last, part.first : part.last] += own
+            pairs += int(own.sum())
+    return count, pairs
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 100])
+@pytest.mark.parametrize("tree", [DEPTH_THREE, COMPLETIONS, *map(random_tree, range(12))], ids=lambda tree: str(tree.parents))
+def test_rectangles_cover_what_is_seen_once(tree, window):
+    for chunk_size in (1, 3, 8, 50):
+        assert torch.equal(covered(tree, window, chunk_size)[0], seen_by(tree, window)), chunk_size
+
+
+def test_a_prompt_is_one_rectangle_for_all_of_its_completions():
+    """So the fastest kernel computes it at once; the completion next to the prompt goes on from it."""
+    tree = Tree((100, 120, 140, 160), (-1, 0, 0, 0))
+    found = [(part.queries, part.first, part.last, part.causal) for part in TreeMask(tree).parts(0, 160, 1)]
+    assert found == [
+        ((0, 120), 0, 120, True),
+        ((120, 140), 120, 140, True),
+        ((140, 160), 140, 160, True),
+        ((120, 160), 0, 100, False),
+    ]
+
+
+def test_positions_go_on_from_the_parent():
+    assert DEPTH_THREE.positions().tolist() == [*range(7), *range(7, 12), *range(7, 15), 15, *range(15, 24), *range(3)]
+
+
+@pytest.mark.parametrize(
+    ("ends", "parents", "told"),
+    [
+        ((3, 2), (-1, 0), r"ends=\(3, 2\) fall"),
+        ((3, 5), (-1, 1), "the parent of segment 1 is 1"),
+        ((3, 5), (-1,), "2 ends and 1 parents"),
+    ],
+)
+def test_what_is_no_tree_is_refused(ends, parents, told):
+    with pytest.raises(ValueError, match=told):
+        Tree(ends, parents)

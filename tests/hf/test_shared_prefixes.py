@@ -1,0 +1,199 @@
+"""Rows that share their beginnings: losses, scores and every gradient equal those of separate rows, from fewer tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import streamgrad
+from gradients import assert_same_step, more, no_float32, run_step
+from lora import with_lora
+from streamgrad.hf.shared_prefixes import SHORTEST
+from tiny import FAMILIES, tiny_model, tokens
+
+
+def batch_of(rows: list[list[int]], prompts: list[int], *, side: str = "right") -> dict:
+    """Rows of tokens, of which the first `prompts` are no targets. With `side="both"`, prompts are padded at the left."""
+    widest = max(prompts)
+    length = (
+        max(map(len, rows))
+        if side != "both"
+        else widest + max(len(row) - prompt for row, prompt in zip(rows, prompts, strict=True))
+    )
+    batch = {
+        name: torch.zeros(len(rows), length, dtype=torch.long) for name in ("input_ids", "attention_mask", "completion_mask")
+    }
+    for index, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
+        start = {"left": length - len(row), "right": 0, "both": widest - prompt}[side]
+        batch["input_ids"][index, start : start + len(row)] = torch.tensor(row)
+        batch["attention_mask"][index, start : start + len(row)] = 1
+        batch["completion_mask"][index, start + prompt : start + len(row)] = 1
+    return batch
+
+
+def group(prompt: int, completions: list[int], *, seed: int = 0) -> tuple[list[list[int]], list[int]]:
+    """A prompt, and completions of these lengths."""
+    drawn = tokens(1, prompt + sum(completions), seed=seed)[0].tolist()
+    start, rest = drawn[:prompt], iter(drawn[prompt:])
+    return [start + [next(rest) for _ in range(length)] for length in completions], [prompt] * len(completions)
+
+
+def tree_of_turns() -> tuple[list[list[int]], list[int]]:
+    """Rollouts of one history of 23 tokens; three of them share 17 more, of which the first has no others."""
+    drawn = tokens(1, 80, seed=5)[0].tolist()
+    history, turn = drawn[:23], drawn[23:40]
+    rows = [history + turn, history + turn + drawn[40:45], history + turn + drawn[45:48], history + drawn[50:59], drawn[60:70]]
+    return rows, [6, 6, 6, 6, 1]
+
+
+BATCHES = {
+    "four completions": batch_of(*group(9, [5, 1, 0, 8])),
+    "nine completions": batch_of(*group(5, [3, 2, 7, 1, 1, 4, 6, 2, 5])),
+    "one row": batch_of(*group(6, [7])),
+    "prompts of one token": batch_of(*group(1, [4, 6, 3])),
+    "identical completions": batch_of(*[part * 3 for part in group(4, [SHORTEST + 3])]),
+    "identical short completions": batch_of(*[part * 3 for part in group(4, [5])]),
+    "two groups": batch_of(*[a + b for a, b in zip(group(8, [4, 3]), group(6, [5, 2], seed=3), strict=True)]),
+    "prompts padded at the left": batch_of(
+        *[a + b for a, b in zip(group(8, [4, 3]), group(6, [5, 2], seed=3), strict=True)], side="both"
+    ),
+    "nothing in common": batch_of(*[a + b for a, b in zip(group(8, [4]), group(6, [5], seed=3), strict=True)]),
+    "turns": batch_of(*tree_of_turns()),
+}
+
+
+def weights_of(batch: dict) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.rand(2, *batch["input_ids"][:, 1:].shape, generator=generator, dtype=torch.float64) + 0.5
+
+
+def separate(model: nn.Module, batch: dict) -> torch.Tensor:
+    """A loss of log-probabilities and entropies of separate rows."""
+    model_inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    logits = model(**model_inputs, use_cache=False).logits[:, :-1]
+    logprobs = logits.log_softmax(-1)
+    scores = logprobs.gather(-1, batch["input_ids"][:, 1:, None])[..., 0], -(logprobs.exp() * logprobs).sum(-1)
+    real = batch["attention_mask"][:, 1:].bool() & batch["attention_mask"][:, :-1].bool()
+    return weighed(batch, scores, batch["completion_mask"][:, 1:].bool() & real)
+
+
+def weighed(batch: dict, scores: tuple, mask: torch.Tensor) -> torch.Tensor:
+    return sum((weight * score * mask).sum() for weight, score in zip(weights_of(batch), scores, strict=True))
+
+
+def shared(model: nn.Module, batch: dict) -> torch.Tensor:
+    found = streamgrad.share_prefixes(**batch)
+    hidden = found.hidden_states(model)
+    head = model.get_output_embeddings()
+    scores = streamgrad.token_logprobs(hidden, head.weight, found.targets, bias=head.bias, chunk_size=3, return_entropy=True)
+    return weighed(batch, tuple(map(found.unshared, scores)), found.mask)
+
+
+def check(family: str, batch: dict, options: list[dict], *, lora: bool = False, tolerance: float = 1e-10) -> None:
+    model = tiny_model(family)
+    model = with_lora(model) if lora else model
+    with no_float32():
+        expected = run_step(model, batch, forward=separate)
+        for option in options:
+            streamgrad.enable(model, **option)
+            actual = run_step(model, batch, forward=shared)
+            streamgrad.disable(model)
+            assert_same_step(actual, expected, tolerance)
+
+
+OPTIONS = [{"chunk_size": size, "keep": keep} for size, keep in ((1, "input"), (7, "attention"), (100, "input"), (5, "all"))]
+# Whose head is more than a product would need its own map of logits here.
+FAMILIES_HERE = [family for family in FAMILIES if family not in ("gemma2", "granite", "cohere", "phi3")]
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_scores_and_gradients_equal_those_of_separate_rows(name):
+    check("llama", BATCHES[name], OPTIONS)
+
+
+@pytest.mark.parametrize("family", FAMILIES_HERE)
+def test_every_family(family):
+    check(family, BATCHES["turns"], [{"chunk_size": 7, "keep": "input"}])
+
+
+@more
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("family", FAMILIES_HERE)
+def test_every_family_and_batch(family, name):
+    check(family, BATCHES[name], OPTIONS)
+
+
+@pytest.mark.parametrize("name", ["four completions", "turns"])
+def test_adapters(name):
+    check("qwen3", BATCHES[name], OPTIONS, lora=True)
+
+
+def test_rows_padded_at_the_left():
+    """Equal prompts are at other positions there. The angles of rotary embeddings are rounded to float32, at each position."""
+    batch = batch_of(*group(5, [3, 2, 7, 1]), side="left")
+    assert streamgrad.share_prefixes(**batch).input_ids.shape == (1, 18)
+    check("llama", batch, OPTIONS, tolerance=1e-6)
+
+
+def test_each_beginning_is_computed_once():
+    rows, prompts = group(40, [5, 0, 9, 1, 30])
+    model, seen = streamgrad.enable(tiny_model("llama"), chunk_size=16), []
+    found = streamgrad.share_prefixes(**batch_of(rows, prompts))
+    model.model.layers[1].mlp.register_forward_hook(lambda _, args, out: seen.append(args[0].shape[:2].numel()))
+    with torch.no_grad():
+        found.hidden_states(model)
+        seen.clear()  # as layers are tried out in the first call
+        found.hidden_states(model)
+    assert found.input_ids.shape == (1, 40 + 45)
+    assert sum(seen) == 40 + 45
+
+
+def test_turns_are_found_by_their_tokens():
+    found = streamgrad.share_prefixes(**BATCHES["turns"])
+    assert found.tree.ends == (23, 40, 45, 48, 57, 67)
+    assert found.tree.parents == (-1, 0, 1, 1, 0, -1)
+
+
+def test_no_completion_mask_scores_every_token_but_the_first():
+    rows, prompts = group(30, [4, 6])
+    batch = batch_of(rows, prompts)
+    del batch["completion_mask"]
+    found = streamgrad.share_prefixes(**batch)
+    assert found.mask.sum() == 33 + 35
+    assert found.input_ids.shape == (1, 40)
+
+
+# --- what cannot be shared ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (lambda: tiny_model("llama", attention_dropout=0.1), "dropout is on"),
+        (lambda: with_lora(tiny_model("llama"), dropout=0.1), "dropout is on"),
+        (
+            lambda: tiny_model("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+            "follow the length",
+        ),
+    ],
+)
+def test_what_cannot_be_shared_is_said(model, told):
+    enabled = streamgrad.enable(model())
+    with pytest.raises(ValueError, match=told):
+        streamgrad.share_prefixes(**BATCHES["turns"]).hidden_states(enabled)
+
+
+def test_a_model_must_be_enabled():
+    with pytest.raises(ValueError, match=r"Call streamgrad.enable\(model\) first"):
+        streamgrad.share_prefixes(**BATCHES["turns"]).hidden_states(tiny_model("llama"))
+
+
+def test_gaps_in_a_row_are_refused():
+    batch = BATCHES["four completions"]
+    mask = batch["attention_mask"].clone()
+    mask[0, 3] = 0
+    with pytest.raises(ValueError, match="hides tokens between others"):
+        streamgrad.share_prefixes(batch["input_ids"], mask, batch["completion_mask"])
+    with pytest.raises(ValueError, match="completion_mask has shape"):
+        streamgrad.share_prefixes(batch["input_ids"], mask, mask[:, 1:])
