@@ -42,6 +42,55 @@ class Device(StrEnum):
     cuda = "cuda"
 
 
+@app.command("shared-prompts")
+def bench_shared_prompts(
+    model: Annotated[str, typer.Option(help="A preset.")] = "qwen3-4b",
+    shape: Annotated[
+        list[str] | None, typer.Option(help="objective:prompt:completion:group, several times.", show_default="a few of each")
+    ] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="shared, separate or liger; several times.", show_default="all")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model.", show_default="all")] = None,
+    device: Annotated[Device | None, typer.Option(help="Where to run.", show_default="cuda if there is one, else cpu")] = None,
+    runs: Annotated[int, typer.Option(min=1, help="Timed steps after the warm-up; the median counts.")] = 3,
+    out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = RESULTS / "shared_prompts.jsonl",
+) -> None:
+    """Measure GRPO and DPO steps whose rows have one prompt: shared, separate, and by transformers with Liger's kernels.
+
+    **Examples**
+
+    `python -m benchmarks shared-prompts --shape grpo:16000:2000:8 --shape dpo:12000:2000:2`
+    """
+    import sys
+
+    import torch
+
+    from benchmarks.records import append_records
+    from benchmarks.shared_prompts import METHODS, OBJECTIVES, measure_shared_prompts
+
+    shapes = []
+    for text in shape or ["grpo:16000:2000:8", "grpo:4000:4000:8", "dpo:12000:2000:2", "dpo:2000:8000:2"]:
+        objective, *counts = text.split(":")
+        if objective not in OBJECTIVES or len(counts) != 3 or not all(count.isdigit() and int(count) for count in counts):
+            raise ValueError(f"--shape must be objective:prompt:completion:group, such as grpo:16000:2000:8, got {text!r}.")
+        prompt, completion, group = map(int, counts)
+        shapes.append((objective, prompt, completion, group))
+    for name in method or METHODS:
+        if name not in METHODS:
+            raise ValueError(f"--method must be one of {', '.join(METHODS)}, got {name!r}.")
+    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    command = " ".join(["python -m benchmarks", *sys.argv[1:]])
+    records = measure_shared_prompts(
+        model=model, shapes=shapes, methods=method or METHODS, runs=runs, layers=layers, device=chosen, command=command
+    )
+    append_records(out, records)
+    for record in records:
+        measured = record.error or f"{record.step_ms:,.0f} ms, {(record.peak_bytes or 0) / 1e9:.1f} GB"
+        shape_text = f"{record.prompt_tokens} + {record.group} x {record.completion_tokens} tokens"
+        Console().print(f"{record.objective}  {shape_text:>28}  {record.method:>9}: {measured}", highlight=False)
+
+
 @app.command("head")
 def bench_head(
     tokens: Annotated[int | None, typer.Option(min=1, help="Rows of hidden states.", show_default="8192; 512 on a CPU")] = None,
