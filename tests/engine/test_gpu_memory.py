@@ -193,7 +193,9 @@ def test_memory_that_runs_out_leaves_nothing(offload):
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert store.total_bytes == pinned
     assert (offload == "host") == (pinned > 0)
-    for part in ("ran forward, with 1 x 16384", "was run again for backward, with 1 x 16384"):
+    # Where inputs stay on the device, the last layer's forward pass needs the most.
+    parts = ["ran forward, with 1 x 16384", *(["was run again for backward, with 1 x 16384"] if offload == "host" else [])]
+    for part in parts:
         assert any(part in error for error in told), (part, told)
 
 
