@@ -45,6 +45,7 @@ class KeyValueStream:
 
     def __init__(self, length: int, tensors: tuple[Tensor, Tensor] | None = None) -> None:
         self.length = length
+        self.written = 0 if tensors is None else length  # so many of the first keys are there
         self._tensors = tensors
         self._gradients: tuple[Tensor, Tensor] | None = None
 
@@ -56,6 +57,7 @@ class KeyValueStream:
 
     @labelled("keys and values")
     def write(self, start: int, stop: int, key_BGLD: Tensor, value_BGLD: Tensor) -> None:
+        self.written = stop
         if stop - start == self.length:
             self._tensors = with_dense_rows(key_BGLD.detach()), with_dense_rows(value_BGLD.detach())
             return
@@ -146,7 +148,7 @@ class Chunk(LayerChunk):
     backends: list[Any]
     keep_attention: bool = False
     stop_after_write: bool = False
-    in_backward: bool = False  # a re-run, whose keys are in the stream already
+    in_backward: bool = False  # a re-run, whose keys may be in the stream already
     kept: Attended | None = None
     own: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     cached: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
@@ -169,7 +171,7 @@ class Chunk(LayerChunk):
         self._check_tokens(key_BGLD)
         self.attention_calls += 1
         self.own = key_BGLD, value_BGLD
-        if not self.in_backward:
+        if not self.in_backward or self.span[1] > self.stream.written:
             self.stream.write(*self.span, *(self.sharing.to_heads(states.detach()) for states in self.own))
         if self.stop_after_write:
             raise StopAfterWrite

@@ -114,8 +114,11 @@ class StreamedCall:
         return spans(length, self.chunk_size)
 
     def spans_to_restore(self, length: int) -> list[tuple[int, int]]:
-        """Return the spans of the chunks that recompute keys when none were kept."""
-        return self.spans(length)
+        """Return the spans that are run up to their keys or states before backward, where these were not kept.
+
+        The last chunk is the first to run backward. It makes its own keys then, and no chunk needs the state after it.
+        """
+        return self.spans(length)[:-1]
 
     def kept(self, h_BTE: Tensor) -> Saved:
         may_move = self.policy.on_host and h_BTE.device.type == "cuda"
@@ -269,7 +272,7 @@ def _forward(
 
 
 def _restore_stream(call: StreamedCall, tape: RandomTape, reader: Reader, length: int) -> KeyValueStream:
-    """Return the keys and values of the whole sequence, as kept or by running every chunk up to its keys."""
+    """Return the keys and values of the whole sequence, as kept or by running every chunk but the last up to its keys."""
     if reader.has_attention:
         return call.new_stream(length, reader.keys_and_values())
     stream = call.new_stream(length)

@@ -153,10 +153,6 @@ class RecurrentCall(StreamedCall):
             found[-2:] = [(found[-2][0], found[-1][1])]
         return found
 
-    def spans_to_restore(self, length: int) -> list[tuple[int, int]]:
-        """Return all spans but the last: no chunk needs the state after it."""
-        return self.spans(length)[:-1]
-
     def chunk(self, span: tuple[int, int], stream: Any, *, keep_attention: bool = False, kept: Any = None, **options: Any) -> Any:
         """Return the chunk; `keep_attention` and `kept` do not apply to a layer without attention."""
         return RecurrentChunk(*span, stream=stream, **options)

@@ -62,10 +62,11 @@ def streamed_seconds(
 ) -> Seconds:
     """Return the time of a streamed step: layers run forward again unless all is kept, attention only where it is not kept."""
     profile, again, attention_again = load.shape.profile, 0.0, 0
-    for keep, count in Counter(policy.keep for policy in policies).items():
+    for (keep, size), count in Counter((policy.keep, size) for policy, size in zip(policies, chunk_sizes, strict=True)).items():
         if keep != "all":
-            # Keys of the whole sequence come first, where they are not kept.
-            again += count * (profile.forward_flops + (profile.projection_flops if keep == "input" else 0.0))
+            # Keys of all chunks but the last come first, where they are not kept.
+            before_last = (load.sequence - 1) // size * size / load.sequence if keep == "input" else 0.0
+            again += count * (profile.forward_flops + before_last * profile.projection_flops)
         attention_again += count if keep == "input" else 0
     seconds = _seconds(load, profile, again, attention_again / load.shape.layers, rates, head_products, reference)
     launches = sum(
