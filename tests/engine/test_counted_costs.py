@@ -58,8 +58,9 @@ def test_flops_of_a_step(keep, chunk_size):
     """Counted with eager attention, whose products FlopCounterMode sees, against the sum written out.
 
     2 FLOPs a weight and token; a layer runs forward twice and backward (two products) once. With only the input kept, backward
-    first runs q, k and v of all chunks but the last once more, to have their keys. The head makes three products of its size. Attention makes two products
-    forward and five backward over the pairs (query, key) of its blocks: every earlier chunk, and its own chunk whole.
+    first runs q, k and v of all chunks but the last once more, to have their keys. The head makes three products of its
+    size. Attention makes two products forward and five backward over the pairs (query, key) of its blocks: every earlier chunk,
+    and its own chunk whole.
     """
     length = 128
     model, step = model_and_step(length)

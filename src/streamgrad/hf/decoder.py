@@ -45,6 +45,7 @@ from streamgrad.hf.layer_args import LayerArguments
 from streamgrad.hf.mask_checks import check_mask
 from streamgrad.hf.patching import named_arguments, not_compiled, own_forward, signature_of, temporary_attributes
 from streamgrad.hf.peft import PEFT_ADAPTERS
+from streamgrad.hf.quantized import never_packed
 from streamgrad.hf.recorded import Recorder
 from streamgrad.hf.seams import layer_mask, streamed_attention_in, with_documents
 from streamgrad.hf.sequence_slices import SequenceGroup, Slices, WholeSequences, sequence_group
@@ -256,7 +257,7 @@ class _DecoderCall:
         configs, fusion = attention_configs(modules), Fusion(modules, mode=self.stream.config.fused_kernels)
 
         def run(h_BLE: Tensor, chunk: Any) -> Tensor:
-            with streamed_attention_in(configs), fusion.installed(), recorder.collecting(h_BLE, chunk):
+            with streamed_attention_in(configs), fusion.installed(), never_packed(modules), recorder.collecting(h_BLE, chunk):
                 return arguments.run(h_BLE, chunk)
 
         return run

@@ -25,6 +25,7 @@ from streamgrad.hf.deepspeed import has_zero3_hooks
 from streamgrad.hf.layer_args import CACHE_NAMES, cache_argument
 from streamgrad.hf.patching import own_forward
 from streamgrad.hf.peft import base_model, why_not_in_chunks
+from streamgrad.hf.quantized import is_packed
 
 # Rotary embeddings whose frequencies follow the longest position they are shown: a chunk would show them its own.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -108,6 +109,11 @@ def layer_refusals(modules: list[nn.Module]) -> Iterator[str]:
             yield (
                 f"{_place(layer, module)} trains in float8 with one scale for a whole tensor, which would be another one in each "
                 "chunk; use row-wise scales, Float8LinearConfig.from_recipe_name('rowwise'), which are exact in chunks"
+            )
+        if is_packed(module):
+            yield (
+                f"bitsandbytes has packed the weight of {_place(layer, module)} for inference on this processor, in eval mode, "
+                "and its products have no gradient any more; load the model anew, and call model.train() before its first pass"
             )
         adapter = why_not_in_chunks(module)
         if adapter is not None:

@@ -47,7 +47,9 @@ def model_shape(config: PretrainedConfig, *, dtype: torch.dtype = torch.bfloat16
             f"{type(whole).__name__} cannot be planned for: its layers are of several kinds, and what one of them takes does not "
             "tell what the others do."
         )
-    inside = sum(parameter.numel() for layer in decoder_layers(whole.get_decoder()) for parameter in layer.parameters())
+    parts = [module for layer in decoder_layers(whole.get_decoder()) for module in layer.modules()]
+    inside = sum(parameter.numel() for module in parts for parameter in module.parameters(recurse=False))
+    linear = [module.weight.numel() for module in parts if isinstance(module, nn.Linear)]
     total, layers = sum(parameter.numel() for parameter in whole.parameters()), text.num_hidden_layers
     head = whole.get_output_embeddings()
     if head is None:
@@ -74,6 +76,8 @@ def model_shape(config: PretrainedConfig, *, dtype: torch.dtype = torch.bfloat16
         head_parameters=head_parameters,
         head_trainable=0 if lora_rank else head_parameters,
         tied=head.weight is whole.get_input_embeddings().weight,
+        linear_weights=sum(linear) // layers,
+        largest_linear=max(linear, default=0),
         profile=profile_layer(short, fused_parts=dtype.itemsize == 2),
         eager=profile_layer(short, fused_parts=False),
     )

@@ -22,6 +22,7 @@ from streamgrad.engine.policy import LayerPolicy
 from streamgrad.engine.ulysses import SequenceSharing
 from streamgrad.hf.discover import decoder_layers
 from streamgrad.hf.patching import InstalledForward, temporary_attribute
+from streamgrad.hf.quantized import bytes_of
 from streamgrad.memory.costs import LayerCosts
 from streamgrad.memory.device import device_memory, host_budget_bytes, segments_grow, usable_share
 from streamgrad.memory.head_chunk import SHORTEST_CHUNK
@@ -253,7 +254,7 @@ def _floor(count: float, unit: int) -> float:
 def _bytes_of(module: nn.Module) -> float:
     """Return the bytes of a module's weights and gradients, for a device whose allocator keeps no count."""
     tensors = [*module.parameters(), *module.buffers()]
-    return sum(tensor.nbytes + (0 if tensor.grad is None else tensor.grad.nbytes) for tensor in tensors)
+    return bytes_of([*tensors, *(tensor.grad for tensor in tensors if tensor.grad is not None)])
 
 
 @contextmanager
@@ -285,7 +286,7 @@ def head_facts(model: Any, head: nn.Module, *, tokens: int, chunk_size: int | st
         # By its attributes where it has them: an engine may have taken the weight away and left an empty tensor.
         width=getattr(head, "in_features", weight.shape[-1]),
         vocabulary=getattr(head, "out_features", weight.shape[0]),
-        itemsize=weight.element_size(),
+        itemsize=weight.element_size() if weight.is_floating_point() else embedding.element_size(),  # its logits'
         trainable=sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad),
         # Where the head is tied to the embeddings, autograd holds its gradient until theirs is computed, `.grad` or not.
         gradient_bytes=sum(outside.values()) + (dense if tied else 0),

@@ -14,7 +14,7 @@ of the device, whose memory waits for it (up to 1.2 GB in the records).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from streamgrad.engine.policy import LayerPolicy
@@ -28,6 +28,9 @@ COMPONENTS = (
 )  # fmt: skip
 
 Parts = dict[str, float]
+
+# Bytes a weight, as bitsandbytes keeps it: nf4 has a scale in fp32 for every 64 weights, int8 one for every row.
+QUANTIZED_SIZES = {"none": None, "nf4": 0.5 + 4 / 64, "int8": 1.0}
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class LayerCosts:
     gradient_sums: float  # of the same, in the precision of sums
     largest_gradient: float
     states: float = 0.0  # of a sequence, between two chunks
+    weights: float = 0.0  # made on the way, at most at a time: dequantised, cast by autocast, or with an adapter added
 
     def kept(self, policy: LayerPolicy) -> Parts:
         """Return the bytes a token that wait for backward."""
@@ -97,14 +101,30 @@ class ModelShape:
     head_parameters: int
     head_trainable: int
     tied: bool
+    linear_weights: int  # of a layer, on average: what quantisation packs
+    largest_linear: int
     profile: LayerProfile  # with fused parts
     eager: LayerProfile  # as transformers runs it
+    weights_saved: float = 0.0  # bytes, by quantisation
 
     @classmethod
     def from_dict(cls, row: dict[str, Any]) -> ModelShape:
         """Return the shape that `dataclasses.asdict` made `row` of."""
         profiles = {name: row[name] | {"costs": LayerCosts(**row[name]["costs"])} for name in ("profile", "eager")}
         return cls(**row | {name: LayerProfile(**profile) for name, profile in profiles.items()})
+
+    def quantized(self, kind: str) -> ModelShape:
+        """Return the shape with the linear maps of its layers in few bits. A product dequantises the weight that it needs."""
+        size = QUANTIZED_SIZES[kind]
+        if size is None:
+            return self
+
+        def dequantizing(profile: LayerProfile) -> LayerProfile:
+            weights = max(profile.costs.weights, self.itemsize * self.largest_linear)
+            return replace(profile, costs=replace(profile.costs, weights=weights))
+
+        saved = self.layers * self.linear_weights * (self.itemsize - size)
+        return replace(self, profile=dequantizing(self.profile), eager=dequantizing(self.eager), weights_saved=saved)
 
 
 @dataclass(frozen=True)
@@ -126,7 +146,8 @@ class Shape:
 def layer_phases(costs: LayerCosts, shape: Shape, policy: LayerPolicy, chunk_size: int) -> dict[str, Parts]:
     """Return what a layer's backward holds beside what is kept and what other layers' have left, by the phase's name."""
     tokens = shape.tokens
-    through: Parts = {"hidden states": 2 * tokens * costs.input}  # the gradient coming in and the one going out
+    # The gradient coming in and the one going out, and weights while they are multiplied.
+    through: Parts = {"hidden states": 2 * tokens * costs.input, "workspace": costs.weights}
     if policy.keep == "all":
         # The graph itself is among what is kept; its gradients are as wide as a chunk's of the whole sequence.
         extra = tokens * max(0.0, costs.widest - costs.graph + costs.input + costs.keys_and_values)

@@ -44,7 +44,7 @@ def rank_bytes(
     trainable: int,
     unit: int,
     ranks: int,
-    parameter_size: int = 2,
+    parameter_size: float = 2,
     gradient_size: int = 2,
     optimizer_size: int = 12,
 ) -> RankBytes:

@@ -125,7 +125,7 @@ def resident_parts(shape: ModelShape, *, engine: str, gpus: int, optimizer: str,
         trainable=shape.layers * shape.layer_trainable + shape.outside_trainable,
         unit=max(shape.layer_parameters, outside),
         ranks=gpus,
-        parameter_size=shape.itemsize,
+        parameter_size=shape.itemsize - shape.weights_saved / parameters,
         gradient_size=shape.itemsize,
         optimizer_size=_optimizer_size(optimizer, shape.itemsize, engine),
     )

@@ -43,10 +43,12 @@ def measured_costs(
     tokens = min(wanted, h_BTE.shape[1])
     trial = _Trial(layer, run, mask, backends, sharing, recurrent)
     counted = trial(h_BTE[:, :tokens])
-    states = counted.states
+    states, weights = counted.states, 0.0
     if tokens > 1 and (tokens == wanted or not recurrent):
-        # The difference of two lengths leaves out what does not grow with tokens, such as weights that autocast has cast.
-        counted = counted.less(trial(h_BTE[:, : tokens // 2]))
+        # The difference of two lengths leaves out what does not grow with tokens, such as weights in another precision.
+        shorter = trial(h_BTE[:, : tokens // 2])
+        weights = counted.constant(shorter, tokens / (tokens - tokens // 2))
+        counted = counted.less(shorter)
         tokens -= tokens // 2
     count = h_BTE.shape[0] * tokens
     trainable = trainable_parameters(layer)
@@ -57,13 +59,14 @@ def measured_costs(
         attention=counted.attention / count,
         # An ordinary graph saves keys and values too, which chunks leave to the stream.
         graph=(counted.input + counted.saved + counted.keys_and_values) / count,
-        widest=(counted.peak - counted.keys_and_values) / count,
+        widest=(max(counted.timeline) - counted.keys_and_values) / count,
         # Without keys and values, and without their gradients.
         at_attention=(counted.at_attention - 2 * counted.keys_and_values) / count,
         gradients=sum(parameter.nbytes for parameter in trainable),
         gradient_sums=sum(parameter.numel() * accumulator_dtype(parameter.dtype).itemsize for parameter in trainable),
         largest_gradient=max((parameter.nbytes for parameter in trainable), default=0),
         states=states / h_BTE.shape[0],
+        weights=weights,
     )
 
 
@@ -77,11 +80,37 @@ class _Counted:
     attention: int
     states: int
     saved: int  # by the graph, beside its input and the layer's weights
-    peak: int  # of what was made on the way
     at_attention: int  # alive when attention's backward had run
+    timeline: tuple[int, ...]  # alive after each tensor that was made on the way
 
     def less(self, other: _Counted) -> _Counted:
-        return _Counted(**{name: max(0, count - getattr(other, name)) for name, count in vars(self).items()})
+        counts = {name: max(0, n - getattr(other, name)) for name, n in vars(self).items() if name != "timeline"}
+        # At each moment: a weight in another precision can be most of the memory for few tokens, at another moment than for many.
+        ours, theirs = self._comparable(other)
+        return _Counted(**counts, timeline=tuple(max(0, here - there) for here, there in zip(ours, theirs, strict=True)))
+
+    def constant(self, shorter: _Counted, ratio: float) -> float:
+        """Return the most that is alive at a moment and does not grow with tokens; `shorter` lacks one in `ratio` of them."""
+        ours, theirs = self._comparable(shorter)
+        return max(max(0.0, here - ratio * (here - there)) for here, there in zip(ours, theirs, strict=True))
+
+    def _comparable(self, other: _Counted) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return both timelines, or only their peaks where the layer did not do the same (as with experts that none chose)."""
+        if len(self.timeline) == len(other.timeline):
+            return self.timeline, other.timeline
+        return (max(self.timeline),), (max(other.timeline),)
+
+
+class _Timeline(LiveBytes):
+    """Notes what is alive after each birth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.timeline: list[int] = []
+
+    def _born(self, key: int, size: int) -> None:
+        super()._born(key, size)
+        self.timeline.append(self.live_bytes)
 
 
 class _WatchedStream(KeyValueStream):
@@ -119,9 +148,10 @@ class _Trial:
         with torch.random.fork_rng(devices=[h_BLE.device] if h_BLE.device.type == "cuda" else []), torch.enable_grad():
             counts = self._sizes(h_BLE)
             autocast.forget_casts()
-            peak, at_attention = self._alive(h_BLE)
+            timeline, at_attention, held = self._alive(h_BLE)
             autocast.forget_casts()
-        return _Counted(**counts, peak=peak, at_attention=at_attention)
+        # Autograd functions may also hold tensors that torch does not save for them, as products of quantised weights do.
+        return _Counted(**counts | {"saved": max(counts["saved"], held)}, timeline=timeline, at_attention=at_attention)
 
     def _sizes(self, h_BLE: Tensor) -> dict[str, int]:
         chunk, saved = self._chunk(h_BLE, LiveBytes()), _SavedBytes(self.layer, h_BLE)
@@ -140,16 +170,19 @@ class _Trial:
             "saved": saved.total_bytes,
         }
 
-    def _alive(self, h_BLE: Tensor) -> tuple[int, int]:
-        """Return the peak of the live bytes, and the live bytes when attention's backward had run."""
+    def _alive(self, h_BLE: Tensor) -> tuple[tuple[int, ...], int, int]:
+        """Return the live bytes after each birth, those when attention's backward had run, and those that the graph holds."""
         dout_BLE = torch.zeros_like(h_BLE)
-        with own_graph(), LiveBytes() as live, torch.autograd.set_multithreading_enabled(False):
+        with own_graph(), _Timeline() as live, torch.autograd.set_multithreading_enabled(False):
             chunk = self._chunk(h_BLE, live)
             out_BLE = self.run(h_BLE, chunk)
             chunk.release()
+            streamed = chunk.stream.tensors if isinstance(chunk.stream, _WatchedStream) else ()
+            held = live.live_bytes - out_BLE.nbytes - sum(tensor.nbytes for tensor in streamed)
             # Differentiate by the input alone: hooks would see gradients of parameters, which are counted separately.
             torch.autograd.grad(out_BLE, h_BLE, dout_BLE.to(out_BLE.dtype))
-        return live.peak_bytes, chunk.stream.bytes_at_deposit if isinstance(chunk.stream, _WatchedStream) else 0
+        at_attention = chunk.stream.bytes_at_deposit if isinstance(chunk.stream, _WatchedStream) else 0
+        return tuple(live.timeline), at_attention, held
 
     def _chunk(self, h_BLE: Tensor, live: LiveBytes) -> Chunk | RecurrentChunk:
         length = h_BLE.shape[1]

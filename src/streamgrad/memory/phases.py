@@ -118,7 +118,7 @@ def checkpointing_phases(load: Workload) -> list[Phase]:
     logits: Parts = {"logits": _LOGIT_BYTES * tokens * shape.vocabulary}
     graph = {"chunk activations": tokens * costs.widest, "gradients": shape.itemsize * shape.layer_trainable}
     before = sum_of(load.with_positions, kept, through)
-    layer = sum_of(before, graph, {"gradients": load.gradients(0), "workspace": tokens * costs.workspace})
+    layer = sum_of(before, graph, {"gradients": load.gradients(0), "workspace": tokens * costs.workspace + costs.weights})
     return [
         Phase("the logits", sum_of(before, logits)),
         Phase(f"backward of layer {shape.layers - 1}", layer),

@@ -1,0 +1,178 @@
+"""LoRA on quantised weights: as exact as plain backpropagation on the same weights, and counted right by the plan."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from unittest import mock
+
+import pytest
+import torch
+
+import streamgrad
+from gradients import assert_as_exact_as_plain, assert_same_step, assert_step_as_exact_as_plain, more, run_step
+from lora import with_lora
+from quantized import KINDS, bitsandbytes, dequantized_model, quantized_model
+from streamgrad.engine import layer as engine_layer
+from streamgrad.hf.patching import InstalledForward
+from streamgrad.hf.step_plan import _bytes_of
+from streamgrad.memory.live_bytes import LiveBytes
+from tiny import tokens
+
+EVERYWHERE = r".*_proj"
+
+
+def batch(length: int = 23) -> dict:
+    ids = tokens(2, length)
+    return {"input_ids": ids, "labels": ids}
+
+
+def steps(kind: str, dtype: torch.dtype, *options: dict, head: bool = False, prepare=lambda model: None):
+    """Streamed steps with each of the options, a plain step of the same model, and the truth of its dequantised weights."""
+    model = with_lora(quantized_model(kind, dtype=dtype, head=head), targets=EVERYWHERE)
+    prepare(model)
+    plain = run_step(model, batch())
+    streamed = []
+    for each in options:
+        streamgrad.enable(model, **each)
+        streamed.append(run_step(model, batch()))
+        streamgrad.disable(model)
+    truth = with_lora(dequantized_model(kind, dtype=torch.float64, head=head), targets=EVERYWHERE)
+    return streamed, plain, run_step(truth, batch())
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=more if kind in ("fp4", "nf4 doubly") else ()) for kind in KINDS])
+def test_gradients_are_as_exact_as_plain(kind):
+    """Frozen weights have no gradient on either side, or the comparison fails."""
+    options = [{"chunk_size": 1}, {"chunk_size": 7}, {"chunk_size": 7, "keep": "attention"}, {"chunk_size": 99, "keep": "all"}]
+    streamed, plain, truth = steps(kind, torch.float32, *options)
+    for step in streamed:
+        assert_step_as_exact_as_plain(step, plain, truth)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=more if kind in ("fp4", "nf4 doubly") else ()) for kind in KINDS])
+def test_bf16_gradients_are_as_exact_as_plain(kind):
+    (streamed,), plain, truth = steps(kind, torch.bfloat16, {"chunk_size": 7})
+    assert_step_as_exact_as_plain(streamed, plain, truth, rounding=torch.bfloat16)
+
+
+def test_int8_with_outliers_is_as_exact_as_plain():
+    """As on a GPU: columns with large inputs are computed in 16 bits. They are found in each call, so in each chunk."""
+
+    def as_on_a_gpu(model):
+        for name, parameter in model.named_parameters():
+            if "layernorm" in name:
+                parameter.data[3] *= 8
+        for module in model.modules():
+            if isinstance(module, bitsandbytes().nn.Linear8bitLt):
+                module.training = False
+
+    (streamed,), plain, _ = steps("int8", torch.bfloat16, {"chunk_size": 7}, prepare=as_on_a_gpu)
+    truth = with_lora(dequantized_model("int8", dtype=torch.float64), targets=EVERYWHERE)
+    for name, parameter in truth.named_parameters():
+        if "layernorm" in name:
+            parameter.data[3] *= 8
+    assert_as_exact_as_plain(streamed.gradients, plain.gradients, run_step(truth, batch()).gradients, rounding=torch.bfloat16)
+
+
+def test_quantised_head():
+    (streamed,), plain, truth = steps("nf4", torch.float32, {"chunk_size": 7, "head_chunk_size": 5}, head=True)
+    assert_step_as_exact_as_plain(streamed, plain, truth)
+
+
+def test_quantised_weights_have_no_accumulator(monkeypatch):
+    model = with_lora(quantized_model("nf4", dtype=torch.float32), targets=EVERYWHERE)
+    summed = []
+
+    class Watched(engine_layer.GradAccumulators):
+        def __init__(self, parameters, **options):
+            super().__init__(parameters, **options)
+            summed.extend(parameters)
+
+    monkeypatch.setattr(engine_layer, "GradAccumulators", Watched)
+    streamgrad.enable(model, chunk_size=7)
+    run_step(model, batch())
+    trained = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
+    assert {id(parameter) for parameter in summed} == {id(parameter) for parameter in trained}
+
+
+def dequantisations(model) -> Counter:
+    """How often the weights of all layers are dequantised in one step, for forward and for backward."""
+    library, calls = bitsandbytes(), Counter()
+
+    def counted(function, name):
+        def call(*args, **kwargs):
+            calls[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    run_step(model, batch())  # in which layers are tried on a few tokens
+    with (
+        mock.patch.object(library, "matmul_4bit", counted(library.matmul_4bit, "forward")),
+        mock.patch.object(library.functional, "dequantize_4bit", counted(library.functional.dequantize_4bit, "backward")),
+    ):
+        run_step(model, batch())
+    return calls
+
+
+def test_dequantisations():
+    """A weight is dequantised for each product. One chunk has as many as checkpointing; that is why chunks are chosen large."""
+    layers, weights = 2, 7
+    model = with_lora(quantized_model("nf4", dtype=torch.float32), targets=EVERYWHERE)
+    checkpointed = copy.deepcopy(model)
+    checkpointed.enable_input_require_grads()
+    model.enable_input_require_grads()
+    checkpointed.base_model.model.gradient_checkpointing_enable()
+    expected = dequantisations(checkpointed)
+    assert expected == {"forward": 2 * layers * weights, "backward": layers * weights}
+    streamgrad.enable(model, keep="input")
+    assert dequantisations(model) == expected
+    streamgrad.disable(model)
+    for keep, projections in (("input", 3), ("attention", 0)):
+        streamgrad.enable(model, keep=keep, chunk_size=6)
+        chunks = 4
+        again = layers * (chunks - 1) * projections  # to have the keys of all chunks but the last
+        forward, backward = chunks * expected["forward"] + again, chunks * expected["backward"]
+        assert dequantisations(model) == {"forward": forward, "backward": backward}
+        streamgrad.disable(model)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_the_plan_counts_a_dequantised_weight(kind):
+    """Few tokens and a wide layer: what a product holds of a weight is then most of what a chunk holds."""
+    model = quantized_model(kind, dtype=torch.bfloat16, hidden_size=256, intermediate_size=1024)
+    streamgrad.enable(with_lora(model, targets=EVERYWHERE), chunk_size=8, keep="input", memory_budget="1GiB", head_chunk_size=4)
+    run_step(model, batch(32))
+    model.zero_grad(set_to_none=True)
+    with LiveBytes() as live:
+        run_step(model, batch(32))
+    planned = InstalledForward.on(model.model).stream.planner.latest.peak_bytes - _bytes_of(model.model)
+    assert 0.85 * live.peak_bytes < planned < 1.15 * live.peak_bytes, (planned, live.peak_bytes)
+
+
+def test_bytes_of_quantised_weights():
+    """Half a byte a weight, with a scale of 4 bytes for 64 weights or of 1 byte, itself quantised; or a byte, and 4 for a row."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 64, "num_key_value_heads": 4}
+    weights = 4 * 256 * 256 + 3 * 256 * 512
+    rest = _bytes_of(dequantized_model("nf4", dtype=torch.float32, **sizes).model) - 4 * weights
+    found = {kind: (_bytes_of(quantized_model(kind, dtype=torch.float32, **sizes).model) - rest) / weights for kind in KINDS}
+    assert found == pytest.approx({"nf4": 0.5625, "fp4": 0.5625, "nf4 doubly": 0.516, "int8": 1.01}, rel=0.03)
+
+
+def test_weights_are_not_packed_for_inference_on_the_way():
+    """On some processors, in eval mode, a pass without a graph packs them, and their products then have no gradient."""
+    model = with_lora(quantized_model("nf4", dtype=torch.float32), targets=EVERYWHERE)
+    plain = run_step(model.train(), batch())
+    packable = [module for module in model.modules() if hasattr(module, "support_avx512bf16_for_cpu")]
+    assert packable
+    for module in packable:
+        module.support_avx512bf16_for_cpu = True
+    streamgrad.enable(model.eval(), chunk_size=7)
+    with mock.patch.object(bitsandbytes().nn.modules, "_convert_weight_packed_for_cpu", side_effect=AssertionError("packed")):
+        streamed = run_step(model, batch())
+    assert_same_step(streamed, plain, 1e-5)
+    assert all(module.support_avx512bf16_for_cpu for module in packable)
+    packable[0].weight.quant_state.packing_format_for_cpu = True
+    with pytest.raises(ValueError, match="has packed the weight of Qwen3DecoderLayer.*load the model anew"):
+        run_step(model, batch())
