@@ -181,3 +181,25 @@ def test_a_model_that_cannot_be_streamed_is_refused():
     config = AutoConfig.for_model("bloom", hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
     with pytest.raises(ValueError, match="cannot be streamed"):
         streamgrad.estimate(config, 100)
+
+
+def test_quantised_weights():
+    """bitsandbytes packs the linear maps of the layers; embeddings, head and norms stay in 16 bits."""
+    reports = {
+        kind: streamgrad.estimate("qwen3-8b", 32_768, method="lora", optimizer="none", quantization=kind, gpu_memory="24GiB")
+        for kind in ("none", "nf4", "int8")
+    }
+    weights = {kind: report.streamed.device_bytes["weights"] for kind, report in reports.items()}
+    packed = 36 * (4096 * (4096 + 1024 + 1024 + 4096) + 3 * 4096 * 12_288)
+    assert weights["none"] - weights["nf4"] == pytest.approx(packed * (2 - 0.5625))
+    assert weights["none"] - weights["int8"] == pytest.approx(packed)
+    # A product makes one weight of 16 bits at a time, with checkpointing too.
+    held = {kind: report.streamed.device_bytes["workspace"] for kind, report in reports.items()}
+    assert held["nf4"] - held["none"] == pytest.approx(2 * 4096 * 12_288, rel=0.01)
+    assert reports["nf4"].streamed.longest_tokens > reports["none"].streamed.longest_tokens
+    assert "lora of rank 32 on nf4" in reports["nf4"].setup and any("nf4" in said for said in reports["nf4"].assumptions)
+
+
+def test_quantised_weights_are_not_trained():
+    with pytest.raises(ValueError, match="quantization='nf4' is for method='lora'"):
+        streamgrad.estimate("qwen3-8b", 1024, quantization="nf4")

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl import SFTTrainer
 
@@ -49,6 +50,19 @@ def named_columns(tmp_path, **columns: list[str]):
 def model(tmp_path):
     save_embedded_model(tmp_path / "model")
     return tmp_path / "model"
+
+
+def test_qlora_as_documented(train, tmp_path, monkeypatch):
+    """docs/trainers.md has these words."""
+    library = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install 'streamgrad[quantized]'")
+    products, stock = [], library.matmul_4bit
+    monkeypatch.setattr(library, "matmul_4bit", lambda *args, **options: (products.append(0), stock(*args, **options))[1])
+    monkeypatch.chdir(tmp_path)
+    code, printed, _ = train("sft", "--load_in_4bit", "--use_peft", "--max_steps", 10)
+    assert code == 0 and "at step 10" in printed
+    assert len(products) >= 10 * 2 * 3 * 7, "the three layers have seven quantised weights each"
+    trained = load_file(tmp_path / "out/sft/adapter_model.safetensors")
+    assert all(tensor.any() for name, tensor in trained.items() if "lora_B" in name), "an adapter has not been trained"
 
 
 @pytest.mark.parametrize("objective", ["sft", "dpo", "grpo", "kto", "rloo"])

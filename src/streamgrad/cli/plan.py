@@ -39,6 +39,7 @@ def plan(
         int | None,
         typer.Option(min=1, max=1 << 16, help="Rank of the adapters on every linear map (lora).", show_default="32"),
     ] = None,
+    quantization: Annotated[str, _one_of(estimates.QUANTIZATIONS, "What bitsandbytes keeps linear maps in (lora)")] = "none",
     objective: Annotated[str, _one_of(estimates.OBJECTIVES, "The loss")] = "sft",
     optimizer: Annotated[str, _one_of(estimates.OPTIMIZERS, "The optimizer whose state is on the GPU")] = "adamw",
     engine: Annotated[str, _one_of(ENGINES, "What holds weights and gradients")] = "none",
@@ -62,13 +63,13 @@ def plan(
 
     `python -m streamgrad plan qwen3-8b --seq-len 65536 --gpu-memory 80GiB --optimizer none`
 
-    `python -m streamgrad plan qwen3-8b --max --method lora --gpu-memory 24GiB --host-memory 128GiB`
+    `python -m streamgrad plan qwen3-8b --max --method lora --quantization nf4 --gpu-memory 24GiB --host-memory 128GiB`
 
     `python -m streamgrad plan ./my-model --seq-len 32768,65536 --engine zero3 --gpus 8 --json`
     """
     options = estimates.Options(
-        batch=batch, method=method, lora_rank=lora_rank, objective=objective, optimizer=optimizer, engine=engine, gpus=gpus,
-        dtype=dtype, gpu_memory=gpu_memory, host_memory=host_memory, keep=keep, offload=offload,
+        batch=batch, method=method, lora_rank=lora_rank, quantization=quantization, objective=objective, optimizer=optimizer,
+        engine=engine, gpus=gpus, dtype=dtype, gpu_memory=gpu_memory, host_memory=host_memory, keep=keep, offload=offload,
         rates=Rates(1e12 * gemm_tflops, 1e12 * attention_tflops[0], 1e12 * attention_tflops[1]),
     )  # fmt: skip
     reports = estimates.estimate_lengths(model, _lengths(seq_len, longest=longest, drawn=out is not None), options)

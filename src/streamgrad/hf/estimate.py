@@ -13,7 +13,7 @@ from typing import Any
 
 from streamgrad.config import KEEP_POLICIES, OFFLOAD_PLACES, parse_bytes
 from streamgrad.hf.shapes import TABLE_RANK, shape_of
-from streamgrad.memory.costs import Parts
+from streamgrad.memory.costs import QUANTIZED_SIZES, Parts
 from streamgrad.memory.engines import ENGINES
 from streamgrad.memory.fit import FILLED, FILLED_BESIDE_HOST, Card, copies_to_fp32, gradient_share, resident_parts
 from streamgrad.memory.phases import Workload, checkpointing_phases, host_parts, largest
@@ -24,6 +24,7 @@ METHODS = ("full", "lora")
 OBJECTIVES = ("sft", "dpo", "grpo")
 OPTIMIZERS = ("adamw", "adamw8bit", "sgd", "none")
 DTYPES = ("bfloat16", "float16", "float32")
+QUANTIZATIONS = tuple(QUANTIZED_SIZES)
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Report:
 
     model: str
     method: str
+    quantization: str
     objective: str
     optimizer: str
     engine: str
@@ -70,7 +72,8 @@ class Report:
         """Return in words what is trained, and how."""
         many = f", {self.gpus} GPUs with {self.engine}" if self.gpus > 1 else ""
         optimizer = "no optimizer" if self.optimizer == "none" else self.optimizer
-        return f"{self.model}, {self.method}, {self.objective}, {optimizer}{many}"
+        method = self.method if self.quantization == "none" else f"{self.method} on {self.quantization}"
+        return f"{self.model}, {method}, {self.objective}, {optimizer}{many}"
 
     @property
     def title(self) -> str:
@@ -94,6 +97,7 @@ class Options:
     batch: int
     method: str
     lora_rank: int | None
+    quantization: str
     objective: str
     optimizer: str
     engine: str
@@ -107,8 +111,8 @@ class Options:
 
     def __post_init__(self) -> None:
         choices = {
-            "method": METHODS, "objective": OBJECTIVES, "optimizer": OPTIMIZERS, "engine": ENGINES, "dtype": DTYPES,
-            "keep": KEEP_POLICIES, "offload": OFFLOAD_PLACES,
+            "method": METHODS, "quantization": QUANTIZATIONS, "objective": OBJECTIVES, "optimizer": OPTIMIZERS, "engine": ENGINES,
+            "dtype": DTYPES, "keep": KEEP_POLICIES, "offload": OFFLOAD_PLACES,
         }  # fmt: skip
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -118,6 +122,11 @@ class Options:
         if self.lora_rank is not None and self.method != "lora":
             raise ValueError(
                 f"lora_rank={self.lora_rank} is for method='lora', got method={self.method!r}. Leave one of them out."
+            )
+        if self.quantization != "none" and self.method != "lora":
+            raise ValueError(
+                f"quantization={self.quantization!r} is for method='lora', got method={self.method!r}: quantised weights are not "
+                "trained. Pass method='lora', or quantization='none'."
             )
         if (self.engine == "none") != (self.gpus == 1):
             raise ValueError(
@@ -153,6 +162,7 @@ def estimate(
     batch: int = 1,
     method: str = "full",
     lora_rank: int | None = None,
+    quantization: str = "none",
     objective: str = "sft",
     optimizer: str = "adamw",
     engine: str = "none",
@@ -177,12 +187,14 @@ def estimate(
         seq_len: tokens of each sequence; by default the most that fit when streamed.
         batch: pairs for DPO, completions for GRPO, sequences for SFT; on each rank.
         method: "full", or "lora" with adapters of rank `lora_rank` (32 unless given) on every linear map of the layers.
+        quantization: "nf4" or "int8" for QLoRA: how bitsandbytes keeps the linear maps of the layers; "none" as they are.
         gpu_memory, host_memory: of one GPU, and of the machine that all `gpus` are in.
         keep, offload: as for `StreamConfig`.
     """
     options = Options(
-        batch=batch, method=method, lora_rank=lora_rank, objective=objective, optimizer=optimizer, engine=engine, gpus=gpus,
-        dtype=dtype, gpu_memory=gpu_memory, host_memory=host_memory, keep=keep, offload=offload, rates=rates or Rates(),
+        batch=batch, method=method, lora_rank=lora_rank, quantization=quantization, objective=objective, optimizer=optimizer,
+        engine=engine, gpus=gpus, dtype=dtype, gpu_memory=gpu_memory, host_memory=host_memory, keep=keep, offload=offload,
+        rates=rates or Rates(),
     )  # fmt: skip
     (report,) = estimate_lengths(model, [seq_len], options)
     return report
@@ -192,7 +204,7 @@ def estimate_lengths(model: Any, lengths: Sequence[int | None], options: Options
     """Return a report for each length, from one shape of the model. None stands for the longest that fits."""
     for length in lengths:
         _check_count("seq_len", length)
-    shape = shape_of(model, dtype=options.dtype, lora_rank=options.rank)
+    shape = shape_of(model, dtype=options.dtype, lora_rank=options.rank).quantized(options.quantization)
     resident = resident_parts(
         shape,
         engine=options.engine,
@@ -262,6 +274,7 @@ def _report(model: str, options: Options, streamed: Outlook, checkpointing: Outl
     return Report(
         model=model,
         method=f"lora of rank {options.rank}" if options.rank else options.method,
+        quantization=options.quantization,
         objective=options.objective,
         optimizer=options.optimizer,
         engine=options.engine,
@@ -295,6 +308,11 @@ def _assumptions(options: Options, itemsize: int) -> list[str]:
         said.append("AdamW's moments and a copy of the weights in fp32, as DeepSpeed keeps them")
     elif options.optimizer == "adamw":
         said.append(f"AdamW's moments in {dtype}, as torch keeps them")
+    if options.quantization != "none":
+        said.append(
+            f"the linear maps of the layers in {options.quantization}, as bitsandbytes keeps them, without double quantisation; "
+            "embeddings, head, norms and stacked experts as they are; dequantising takes memory, and its time is not counted"
+        )
     if options.objective == "dpo":
         reference = (
             "a second, frozen model on the same GPU, whole" if options.method == "full" else "the model without its adapters"
