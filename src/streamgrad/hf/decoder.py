@@ -151,9 +151,16 @@ def _refuse_what_needs_whole_layers(decoder: Any, arguments: dict[str, Any]) -> 
         )
     cache = arguments.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
+        is_trained = any(getattr(getattr(layer, "keys", None), "requires_grad", False) for layer in getattr(cache, "layers", ()))
+        remedy = (
+            "They are trained themselves, as by PEFT's prefix tuning. Train with prompt tuning, P-tuning or LoRA, or call "
+            "streamgrad.disable(model)."
+            if is_trained
+            else "Pass the whole sequence without a cache, or call under torch.no_grad()."
+        )
         raise ValueError(
             f"past_key_values holds {cache.get_seq_length()} tokens, and gradients through cached keys cannot be streamed. "
-            "Pass the whole sequence without a cache, or call under torch.no_grad()."
+            f"{remedy}"
         )
 
 
