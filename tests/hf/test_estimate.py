@@ -196,6 +196,8 @@ def test_quantised_weights():
     # A product makes one weight of 16 bits at a time, with checkpointing too.
     held = {kind: report.streamed.device_bytes["workspace"] for kind, report in reports.items()}
     assert held["nf4"] - held["none"] == pytest.approx(2 * 4096 * 12_288, rel=0.01)
+    # Small ones would cost launches and dequantisations.
+    assert set(streamgrad.estimate("qwen3-8b", 4096, method="lora", quantization="nf4").streamed.plan.chunk_sizes) == {4096}
     assert reports["nf4"].streamed.longest_tokens > reports["none"].streamed.longest_tokens
     assert "lora of rank 32 on nf4" in reports["nf4"].setup and any("nf4" in said for said in reports["nf4"].assumptions)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import Counter
 from unittest import mock
 
@@ -17,7 +18,7 @@ from streamgrad.engine import layer as engine_layer
 from streamgrad.hf.patching import InstalledForward
 from streamgrad.hf.step_plan import _bytes_of
 from streamgrad.memory.live_bytes import LiveBytes
-from tiny import tokens
+from tiny import tiny_model, tokens
 
 EVERYWHERE = r".*_proj"
 
@@ -173,6 +174,25 @@ def test_weights_are_not_packed_for_inference_on_the_way():
         streamed = run_step(model, batch())
     assert_same_step(streamed, plain, 1e-5)
     assert all(module.support_avx512bf16_for_cpu for module in packable)
+    assert "packing_format_for_cpu" in inspect.getsource(bitsandbytes().matmul_4bit), "bitsandbytes has another name for it"
     packable[0].weight.quant_state.packing_format_for_cpu = True
     with pytest.raises(ValueError, match="has packed the weight of Qwen3DecoderLayer.*load the model anew"):
         run_step(model, batch())
+
+
+@pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+@pytest.mark.filterwarnings("ignore")  # of torchao's, about its own future
+def test_torchao_weights_are_exact(kind):
+    torchao = pytest.importorskip("torchao", reason="torchao is not among the packages of the tests: pip install torchao")
+    from torchao import quantization
+
+    model = tiny_model("qwen3", dtype=torch.float32)
+    whole = _bytes_of(model.model.layers)
+    torchao.quantize_(model.model.layers, getattr(quantization, kind)())
+    assert _bytes_of(model.model.layers) < 0.5 * whole, "counted as if they had 32 bits"
+    adapted = with_lora(model, targets=EVERYWHERE)
+    plain = run_step(adapted, batch())
+    for options in ({"chunk_size": 1}, {"chunk_size": 7, "keep": "attention"}, {"chunk_size": 99}):
+        streamgrad.enable(adapted, **options)
+        assert_same_step(run_step(adapted, batch()), plain, 1e-4)
+        streamgrad.disable(adapted)
