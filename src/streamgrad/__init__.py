@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from streamgrad.head.cross_entropy import linear_cross_entropy
     from streamgrad.head.divergence import linear_divergence
     from streamgrad.head.token_scores import token_logprobs
+    from streamgrad.head.topk import linear_topk, linear_topk_divergence
     from streamgrad.hf.estimate import estimate
     from streamgrad.hf.shared_prefixes import share_prefixes
 
@@ -23,6 +24,8 @@ __all__ = [
     "linear_cross_entropy",
     "linear_divergence",
     "share_prefixes",
+    "linear_topk",
+    "linear_topk_divergence",
     "token_logprobs",
 ]
 
@@ -36,6 +39,8 @@ _HOMES = {
     "linear_cross_entropy": "head.cross_entropy",
     "linear_divergence": "head.divergence",
     "share_prefixes": "hf.shared_prefixes",
+    "linear_topk": "head.topk",
+    "linear_topk_divergence": "head.topk",
     "token_logprobs": "head.token_scores",
 }
 

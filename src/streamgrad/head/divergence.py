@@ -24,7 +24,6 @@ from streamgrad.ops.accumulate import accumulator_dtype
 from streamgrad.ops.autograd import first_order_only, refuse_transforms
 from streamgrad.ops.memory_label import labelled
 
-# The teacher's share of the mixture. Its limits stand for the two KL divergences.
 _BETAS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}
 _LEFT_OUT = -100
 
@@ -59,19 +58,13 @@ def linear_divergence(
     student; a teacher that needs one is refused. Multiply a family's logit scale into the hidden states; a softcap has no place
     here. `chunk_size` is the number of tokens whose logits exist at a time; `"auto"` chooses it by the memory that is free.
     """
-    if kind not in _BETAS:
-        raise ValueError(f"kind must be one of {', '.join(_BETAS)}, got {kind!r}.")
-    if beta is not None and (kind != "jsd" or not 0.0 < beta < 1.0):
-        raise ValueError(
-            f"beta={beta} with kind={kind!r}: beta is for jsd alone, and between 0 and 1. For its limits pass kind='forward_kl' "
-            "or 'reverse_kl', without beta."
-        )
+    share = teacher_share(kind, beta)
     refuse_transforms("the streamed head")
     for hidden, weight, bias in ((student_hidden, student_weight, student_bias), (teacher_hidden, teacher_weight, teacher_bias)):
         refuse_two_dtypes(hidden, weight)
         refuse_own_operations(hidden, weight, bias)
     _check_teacher(student_weight, teacher_hidden, teacher_weight, teacher_bias)
-    kept = _kept(student_hidden, mask)
+    kept = kept_tokens(student_hidden, mask)
     student_NE, kept_N = flatten(student_hidden, student_weight, kept)
     teacher_NE, _ = flatten(teacher_hidden, teacher_weight, kept)
     student_NE, teacher_NE = as_autocast(student_NE), as_autocast(teacher_NE)
@@ -84,8 +77,19 @@ def linear_divergence(
     )
     logit_map = LogitMap.build(temperature=temperature)
     student, teacher = (student_NE, student_weight, student_bias), (teacher_NE, teacher_weight, teacher_bias)
-    share = _BETAS[kind] if beta is None else beta
     return _LinearDivergence.apply(*student, *teacher, logit_map, rows, share).view(kept.shape)
+
+
+def teacher_share(kind: str, beta: float | None) -> float:
+    """Return the teacher's share of the mixture, whose limits 0 and 1 stand for the two KL divergences."""
+    if kind not in _BETAS:
+        raise ValueError(f"kind must be one of {', '.join(_BETAS)}, got {kind!r}.")
+    if beta is not None and (kind != "jsd" or not 0.0 < beta < 1.0):
+        raise ValueError(
+            f"beta={beta} with kind={kind!r}: beta is for jsd alone, and between 0 and 1. For its limits pass kind='forward_kl' "
+            "or 'reverse_kl', without beta."
+        )
+    return _BETAS[kind] if beta is None else beta
 
 
 def _check_teacher(student_weight: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -99,7 +103,7 @@ def _check_teacher(student_weight: Tensor, hidden: Tensor, weight: Tensor, bias:
             raise ValueError(f"{name} needs a gradient, and only the student's is computed. Pass {name}.detach().")
 
 
-def _kept(hidden: Tensor, mask: Tensor | None) -> Tensor:
+def kept_tokens(hidden: Tensor, mask: Tensor | None) -> Tensor:
     """Return, in place of targets, 0 for the tokens that count and `_LEFT_OUT` for the others."""
     kept = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     if mask is None:
@@ -157,7 +161,8 @@ class _LinearDivergence(torch.autograd.Function):
 
 
 @labelled("logits")
-def _log_probs(head: LinearHead, hidden_NE: Tensor) -> Tensor:
+def log_probs(head: LinearHead, hidden_NE: Tensor) -> Tensor:
+    """Return one chunk's log-probabilities of all tokens, a fresh tensor that the caller may overwrite."""
     z_NV = head.logit_map(head.product(hidden_NE).to(accumulator_dtype(hidden_NE.dtype)))
     return z_NV.sub_(z_NV.logsumexp(dim=-1, keepdim=True))
 
@@ -165,12 +170,12 @@ def _log_probs(head: LinearHead, hidden_NE: Tensor) -> Tensor:
 @labelled("logits")
 def _divergence(student: LinearHead, student_NE: Tensor, teacher: LinearHead, teacher_NE: Tensor, beta: float) -> Tensor:
     """Return one chunk's divergences."""
-    logp_NV, logq_NV = _log_probs(student, student_NE), _log_probs(teacher, teacher_NE)
+    logp_NV, logq_NV = log_probs(student, student_NE), log_probs(teacher, teacher_NE)
     if beta == 0.0:
         return _kl(logq_NV, logp_NV)
     if beta == 1.0:
         return _kl(logp_NV, logq_NV)
-    logm_NV = _log_mixture(logp_NV, logq_NV, beta)
+    logm_NV = log_mixture(logp_NV, logq_NV, beta)
     return beta * _kl(logq_NV, logm_NV) + (1.0 - beta) * _kl(logp_NV, logm_NV)
 
 
@@ -183,11 +188,11 @@ def _product_gradient(
     forward_kl   dD/dz = p - q
     otherwise    dD/dz = p (g - sum(p g))          g = log p - log q, or (1 - beta) (log p - log m)
     """
-    logp_NV, logq_NV = _log_probs(student, student_NE), _log_probs(teacher, teacher_NE)
+    logp_NV, logq_NV = log_probs(student, student_NE), log_probs(teacher, teacher_NE)
     if beta == 0.0:
         gradient_NV = logp_NV.exp_().sub_(logq_NV.exp_())
     else:
-        other_NV = logq_NV if beta == 1.0 else _log_mixture(logp_NV, logq_NV, beta)
+        other_NV = logq_NV if beta == 1.0 else log_mixture(logp_NV, logq_NV, beta)
         gap_NV = torch.sub(logp_NV, other_NV, out=other_NV)
         if beta != 1.0:
             gap_NV.mul_(1.0 - beta)
@@ -200,5 +205,5 @@ def _kl(loga_NV: Tensor, logb_NV: Tensor) -> Tensor:
     return (loga_NV - logb_NV).mul_(loga_NV.exp()).sum(dim=-1)
 
 
-def _log_mixture(logp_NV: Tensor, logq_NV: Tensor, beta: float) -> Tensor:
+def log_mixture(logp_NV: Tensor, logq_NV: Tensor, beta: float) -> Tensor:
     return torch.logaddexp(logp_NV + math.log1p(-beta), logq_NV + math.log(beta))
