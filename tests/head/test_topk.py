@@ -103,7 +103,9 @@ def test_the_teachers_likeliest(temperature):
     mask = torch.arange(N) % 3 != 0
     expected = reference_logits(hidden, weight, bias, temperature=temperature).log_softmax(-1).topk(K)
     shaped = hidden.view(1, N, -1)
-    logprobs, indices = streamgrad.linear_topk(shaped, weight, K, bias=bias, temperature=temperature, mask=mask[None], chunk_size=7)
+    logprobs, indices = streamgrad.linear_topk(
+        shaped, weight, K, bias=bias, temperature=temperature, mask=mask[None], chunk_size=7
+    )
     assert logprobs.shape == (1, N, K) and not logprobs.requires_grad
     torch.testing.assert_close(logprobs[0], expected.values * mask[:, None], rtol=1e-12, atol=1e-14)
     assert torch.equal(indices[0], expected.indices * mask[:, None])

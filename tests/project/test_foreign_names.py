@@ -80,6 +80,7 @@ UNDOCUMENTED = {
     "trl/trainer/dpo_trainer.py": "add_fused_lm_head router_aux_loss_coef",
     "trl/trainer/grpo_trainer.py": "add_fused_lm_head router_aux_loss_coef",
     "trl/trainer/kto_trainer.py": "add_fused_lm_head router_aux_loss_coef",
+    "trl/trainer/distillation_trainer.py": "create_model_from_path",
     "trl/trainer/rloo_trainer.py": "add_fused_lm_head router_aux_loss_coef",
     "trl.trainer.utils.FusedCausalLMOutput": "log_probs entropy log_sum_sq_probs mean_logits is_top1 label_mask loss",
     "accelerate/accelerator.py": "parallelism_config",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl import (
+    DistillationConfig,
+    DistillationTrainer,
     DPOConfig,
     DPOTrainer,
     GRPOConfig,
@@ -21,6 +23,7 @@ from trl import (
 
 from streamgrad import StreamConfig
 from streamgrad.trl import (
+    StreamDistillationTrainer,
     StreamDPOTrainer,
     StreamGRPOTrainer,
     StreamKTOTrainer,
@@ -28,6 +31,7 @@ from streamgrad.trl import (
     StreamRLOOTrainer,
     StreamSFTTrainer,
 )
+from tiny import tiny_model
 from trainers import completions, judged, lora, pairs, prompts, reward, settings, tokenizer
 
 STREAM = StreamConfig(chunk_size=7, head_chunk_size=5)
@@ -40,10 +44,13 @@ KINDS = {
     "kto": (KTOTrainer, StreamKTOTrainer, KTOConfig, {}, judged, {}),
     "reward": (RewardTrainer, StreamRewardTrainer, RewardConfig, {}, pairs, {}),
     "rloo": (RLOOTrainer, StreamRLOOTrainer, RLOOConfig, _SAMPLING, prompts, {"reward_funcs": reward}),
-}
+    "distillation": (
+        DistillationTrainer, StreamDistillationTrainer, DistillationConfig, {"max_completion_length": 8}, prompts, {},
+    ),
+}  # fmt: skip
 # Those that score tokens, that take a reference, and that sample completions.
-SCORING = [name for name in KINDS if name != "reward"]
-REFERENCED, SAMPLED = ("dpo", "kto"), ("grpo", "rloo")
+SCORING = [name for name in KINDS if name not in ("reward", "distillation")]
+REFERENCED, SAMPLED = ("dpo", "kto"), ("grpo", "rloo", "distillation")
 
 
 def model_kind(name: str) -> dict:
@@ -55,10 +62,12 @@ def build(name: str, tmp_path, model, *, streamed: bool, method: str = "full", s
     stock, ours, config, defaults, dataset, inputs = KINDS[name]
     arguments = settings(config, tmp_path, **defaults | options)
     more = {"peft_config": lora(modules_to_save=["score"] if name == "reward" else None)} if method == "lora" else {}
+    if name == "distillation":
+        more["teacher_model"] = tiny_model("qwen3", seed=3, dtype=getattr(model, "dtype", torch.float32))
     if "eval_strategy" in options:
         more["eval_dataset"] = dataset(4)
     return (ours if streamed else stock)(
-        model=model, args=arguments, processing_class=tokenizer(), train_dataset=dataset(), **inputs, **more, **(extra or {}),
+        model=model, args=arguments, processing_class=tokenizer(), train_dataset=dataset(), **inputs, **more | (extra or {}),
         **({"stream": stream} if streamed else {}),
     )  # fmt: skip
 

@@ -53,6 +53,8 @@ def test_a_late_refusal_leaves_no_trace(tmp_path, monkeypatch, name, method, ena
     if enabled:
         streamgrad.enable(model, STREAM)
     extra = {"ref_model": tiny("llama", seed=3)} if name in REFERENCED and method == "full" else {}
+    if name == "distillation":
+        extra = {"teacher_model": tiny("llama", seed=3)}
     more = ({} if name == "sft" else {"disable_dropout": True}) | ({"beta": 0.0} if name in SAMPLED else {})
     before = [state(given) for given in (model, *extra.values())]
     refused_late(monkeypatch)

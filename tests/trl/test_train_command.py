@@ -65,7 +65,7 @@ def test_qlora_as_documented(train, tmp_path, monkeypatch):
     assert all(tensor.any() for name, tensor in trained.items() if "lora_B" in name), "an adapter has not been trained"
 
 
-@pytest.mark.parametrize("objective", ["sft", "dpo", "grpo", "kto", "rloo"])
+@pytest.mark.parametrize("objective", ["sft", "dpo", "grpo", "kto", "rloo", "distillation"])
 def test_without_model_and_dataset(train, tmp_path, objective):
     out = tmp_path / "out"
     code, printed, progress = train(objective, "--output_dir", out, "--max_steps", 2, "--logging_steps", 1)
@@ -132,6 +132,22 @@ def test_grpo_with_a_reward_by_path(train, tmp_path, model):
         code, _, _ = train("grpo", *flags, *small, *rewards)
         assert re.search(message, str(code))
     assert letter_e(["eel", "", "x"]) == [2 / 3, 0, 0]
+
+
+def test_distillation_from_a_teacher_by_name(train, tmp_path, model):
+    """With LoRA on the student; a teacher is needed, and one that is there."""
+    data = named_columns(tmp_path, prompt=["Alice was ", "So she "])
+    save_embedded_model(tmp_path / "teacher", seed=1)
+    flags = ["--model_name_or_path", model, "--dataset_name", data, "--output_dir", tmp_path / "out", "--max_steps", 1]
+    small = ["--max_completion_length", 4, "--bf16", "false", "--report_to", "none", "--logging_steps", 1]
+    small += ["--per_device_train_batch_size", 2, "--use_peft", "--lora_target_modules", "q_proj", "v_proj"]
+    code, out, _ = train("distillation", *flags, *small, "--teacher_model_name_or_path", tmp_path / "teacher")
+    assert code == 0 and "loss: " in out
+    for more, message in (
+        ([], "distillation needs a teacher. Pass --teacher_model_name_or_path"),
+        (["--teacher_model_name_or_path", "./nowhere"], "model='./nowhere': there is no such directory"),
+    ):
+        assert message in str(train("distillation", *flags, *small, *more)[0])
 
 
 def test_help_is_that_of_trl(train):

@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from trl import (
+    DistillationConfig,
+    DistillationTrainer,
     DPOConfig,
     DPOTrainer,
     GRPOConfig,
@@ -308,6 +310,22 @@ def test_kto(tmp_path, name, method):
     assert metrics["rewards/margins"] != 0
     if method == "full":
         assert (metrics["kl"] > 0) == (name != "apo_zero_unpaired")
+
+
+DISTILLATION = {
+    **{f"beta {beta}": {"beta": beta} for beta in (0.0, 0.5, 1.0)},
+    "temperature": {"temperature": 0.7, "beta": 0.3},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", DISTILLATION)
+def test_distillation(tmp_path, name, method):
+    """From forward to reverse KL, on completions of the student, which has moved on since."""
+    arguments = settings(DistillationConfig, tmp_path, max_completion_length=9, **DISTILLATION[name])
+    inputs = {"train_dataset": prompts(), "teacher_model": reference, **adapted(method)}
+    metrics = assert_equals_stock(DistillationTrainer, arguments, qwen3, drift=0.03, **inputs)
+    assert metrics["entropy"] > 0
 
 
 def margins() -> dict:

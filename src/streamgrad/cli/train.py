@@ -2,7 +2,7 @@
 
 These need no download. The model has a byte tokenizer and 0.2 M random parameters. The dataset is the demo's text: for SFT as it
 is, for DPO and reward models as pairs of a continuation and its words reversed, for KTO as either of them with a label, for GRPO
-and RLOO as openings whose continuations should have many "e".
+and RLOO as openings whose continuations should have many "e", and for distillation as openings that a second such model teaches.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _QUICK_OF: dict[str, dict[str, Any]] = {
     "kto": {"learning_rate": 5e-4},
     "reward": {"per_device_train_batch_size": 4, "learning_rate": 5e-4},
     "grpo": _SAMPLED,
+    "distillation": {"max_completion_length": 24},
     # Rewards of the tiny model are small beside TRL's default penalty of KL.
     "rloo": _SAMPLED | {"normalize_advantages": True, "beta": 0.0},
 }  # fmt: skip
@@ -38,6 +39,7 @@ _HELP = {
     "kto": "Train by Kahneman-Tversky optimization, on good and bad examples. Without flags: a tiny model on embedded ones.",
     "reward": "Train a reward model. Without flags: a tiny model on embedded pairs.",
     "rloo": "Train by REINFORCE leave-one-out. Without flags: a tiny model learns to write the letter e.",
+    "distillation": "Train on a teacher's distributions. Without flags: a tiny model learns those of another tiny model.",
 }
 
 
@@ -85,7 +87,11 @@ def run(objective: str, arguments: Sequence[str], console: Console) -> None:
         with command.training.main_process_first(local=False):
             if command.training.process_index == 0:
                 save_embedded_model(start)
+                if objective == "distillation":
+                    save_embedded_model(start / "teacher", seed=1, spread=0.3)
         command.model.model_name_or_path = str(start)
+        if objective == "distillation":
+            command.training.teacher_model_name_or_path = command.training.teacher_model_name_or_path or str(start / "teacher")
         torch.set_num_threads(1)  # matrices this small gain nothing from more threads
         console.print(f"No model given: a tiny one with random weights, kept in {start}", soft_wrap=True)
     if not command.has_dataset:
@@ -108,8 +114,11 @@ def run(objective: str, arguments: Sequence[str], console: Console) -> None:
     console.print(f"Saved: {command.training.output_dir}", soft_wrap=True)
 
 
-def save_embedded_model(path: Path) -> None:
-    """Save a Qwen3-shaped model with random weights and its byte tokenizer, for `from_pretrained` to load."""
+def save_embedded_model(path: Path, *, seed: int = 0, spread: float = 0.02) -> None:
+    """Save a Qwen3-shaped model with random weights and its byte tokenizer, for `from_pretrained` to load.
+
+    With a larger `spread` of its weights, it has preferences among the tokens.
+    """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -119,11 +128,11 @@ def save_embedded_model(path: Path) -> None:
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     words.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", model_max_length=2048)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(names), hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=2048, tie_word_embeddings=True, pad_token_id=0,
-        eos_token_id=1,
+        eos_token_id=1, initializer_range=spread,
     )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
@@ -146,6 +155,7 @@ def embedded_dataset(objective: str) -> Any:
         "kto": {"prompt": openings * 2, "completion": good + bad, "label": [True] * len(good) + [False] * len(bad)},
         "reward": pairs,
         "rloo": {"prompt": openings},
+        "distillation": {"prompt": openings},
     }[objective]
     data = Dataset.from_dict(columns).train_test_split(test_size=0.1, seed=0)
     return DatasetDict(train=data["train"], test=data["test"])

@@ -75,17 +75,15 @@ def linear_topk_divergence(
 ) -> Tensor:
     """Return the divergence of each token's student from K log-probabilities of a teacher, without holding all logits.
 
-    `teacher_indices` (..., K) are the tokens of `teacher_logprobs` (..., K), in any order; a log-probability of -inf is one that is
-    missing. The student's are those of the same tokens, at `temperature`. The rest of the vocabulary is one more token for
-    either (`add_tail=True`), or is left out, and both are divided by their sum. Between these K + 1 or K probabilities,
-    `kind`, `beta`, `mask` and `chunk_size` are as for `linear_divergence`; tail and sums are those of TRL's distillation from a
-    server. Gradients are those of the student.
+    `teacher_indices` (..., K) are the tokens of `teacher_logprobs` (..., K), in any order; -inf stands for one that is missing.
+    The student's are those of the same tokens, at `temperature`. The rest of the vocabulary is one more token for both
+    (`add_tail=True`), or is left out, and both are divided by their sum. Between these K + 1 or K probabilities, `kind`, `beta`,
+    `mask` and `chunk_size` are as for `linear_divergence`; tail and sums are those of TRL's distillation from a server.
+    Gradients are those of the student.
     """
     share = teacher_share(kind, beta)
     if teacher_logprobs.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            "teacher_logprobs needs a gradient, and only the student's is computed. Pass teacher_logprobs.detach()."
-        )
+        raise ValueError("teacher_logprobs needs a gradient, and only the student's is computed. Pass teacher_logprobs.detach().")
     hidden_NE, rows, shape = _rows(student_hidden, student_weight, student_bias, mask, chunk_size)
     indices_NK = _checked_indices(teacher_logprobs, teacher_indices, shape, len(student_weight)).to(hidden_NE.device)
     logit_map = LogitMap.build(temperature=temperature)

@@ -14,6 +14,7 @@ if not all(
     )
 
 from streamgrad.trl.trainers import (
+    StreamDistillationTrainer,
     StreamDPOTrainer,
     StreamGRPOTrainer,
     StreamKTOTrainer,
@@ -24,6 +25,7 @@ from streamgrad.trl.trainers import (
 
 __all__ = [
     "StreamDPOTrainer",
+    "StreamDistillationTrainer",
     "StreamGRPOTrainer",
     "StreamKTOTrainer",
     "StreamRLOOTrainer",

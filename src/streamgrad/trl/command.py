@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
 import os
 import shlex
-import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +15,6 @@ from typing import Any
 
 import datasets
 import torch
-import trl.rewards
 import yaml  # type: ignore[import-untyped]
 from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from datasets import load_dataset
@@ -25,6 +22,7 @@ from datasets.exceptions import DatasetGenerationError
 from transformers.utils.logging import disable_progress_bar
 from trl import (
     DatasetMixtureConfig,
+    DistillationConfig,
     DPOConfig,
     GRPOConfig,
     KTOConfig,
@@ -45,7 +43,9 @@ from streamgrad.config import ATTENTION_BACKENDS, FUSED_KERNEL_MODES, KEEP_POLIC
 from streamgrad.hf.configs import check_causal, short_reason, stored_config
 from streamgrad.hf.presets import check_stored, may_be_on_hub, preset_names
 from streamgrad.trl.checkpoints import checkpoint_to_resume, last_checkpoint, named_if_it_fails
+from streamgrad.trl.extra_inputs import rewards, teacher
 from streamgrad.trl.trainers import (
+    StreamDistillationTrainer,
     StreamDPOTrainer,
     StreamGRPOTrainer,
     StreamKTOTrainer,
@@ -62,6 +62,7 @@ OBJECTIVES: dict[str, tuple[Any, Any, Any]] = {
     "kto": (StreamKTOTrainer, KTOConfig, ScriptArguments),
     "reward": (StreamRewardTrainer, RewardConfig, ScriptArguments),
     "rloo": (StreamRLOOTrainer, RLOOConfig, RLOOScriptArguments),
+    "distillation": (StreamDistillationTrainer, DistillationConfig, ScriptArguments),
 }
 # Defaults that differ from TRL's. By this one PEFT wraps a classifier, and trains its head too.
 _DEFAULTS = {"reward": {"lora_task_type": "SEQ_CLS"}}
@@ -216,12 +217,6 @@ class Command:
                 "or Parquet files, or a name on the hub."
             ) from error
 
-    def reward_funcs(self) -> list[Any]:
-        """Return the rewards that the command names: a reward model, functions of `trl.rewards`, and dotted paths."""
-        named = [_reward(name) for name in self.script.reward_funcs or []]
-        model = self.script.reward_model_name_or_path
-        return [model, *named] if model else named
-
 
 def _check_name(name: str) -> None:
     if name in preset_names() and not os.path.exists(name):
@@ -279,27 +274,6 @@ def _check_launch(training: Any) -> None:
         )
 
 
-def _reward(name: str) -> Callable[..., Any]:
-    if name == "get_soft_overlong_punishment":
-        return trl.rewards.get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256)  # as in TRL's script
-    module, _, function = name.rpartition(".")
-    if not module:
-        if name not in trl.rewards.__all__:
-            known = ", ".join(trl.rewards.__all__)
-            raise ValueError(f"the reward {name!r} is not one of TRL's ({known}). Pass one of them, or a path, module.function.")
-        return getattr(trl.rewards, name)
-    sys.path.insert(0, os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"the reward {name!r} could not be imported: {error}.") from error
-    finally:
-        sys.path.remove(os.getcwd())
-    if not callable(found):
-        raise ValueError(f"the reward {name!r} is a {type(found).__name__}. Pass the path of a function, module.function.")
-    return found
-
-
 @contextmanager
 def _one_line(what: str, remedy: str, *, raised_in: tuple[str, ...] = ("",)) -> Iterator[None]:
     """Raise a `ValueError` that says `what` failed, why, and what to do, for errors of other libraries' in modules `raised_in`.
@@ -329,11 +303,8 @@ def train(command: Command, *, dataset: Any = None, reward_funcs: list[Any] | No
         datasets.disable_progress_bars()
         disable_progress_bar()
     command.check_model()
-    training.model_init_kwargs = {
-        "revision": model.model_revision,
-        "attn_implementation": model.attn_implementation,
-        "dtype": model.dtype,
-    } | (training.model_init_kwargs or {})
+    options = {"attn_implementation": model.attn_implementation, "dtype": model.dtype}
+    training.model_init_kwargs = {"revision": model.model_revision} | options | (training.model_init_kwargs or {})
     data = command.dataset() if dataset is None else dataset
     inputs: dict[str, Any] = {
         "train_dataset": _split(data, command.script.dataset_train_split),
@@ -342,11 +313,9 @@ def train(command: Command, *, dataset: Any = None, reward_funcs: list[Any] | No
         "peft_config": get_peft_config(model),
     }
     if hasattr(command.script, "reward_funcs"):
-        inputs["reward_funcs"] = command.reward_funcs() or reward_funcs
-        if not inputs["reward_funcs"]:
-            raise ValueError(
-                f"{command.objective} needs a reward. Pass --reward_funcs my_module.my_reward, or --reward_model_name_or_path."
-            )
+        inputs |= rewards(command.objective, command.script, reward_funcs)
+    if hasattr(training, "teacher_model_name_or_path"):
+        inputs |= teacher(command.objective, training, options)
     columns = ", ".join(inputs["train_dataset"].column_names or ["unknown"])
     with _one_line(
         f"{command.objective} cannot begin with model={model.model_name_or_path!r} and a dataset with the columns {columns}",

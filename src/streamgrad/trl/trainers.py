@@ -1,21 +1,23 @@
 """TRL's trainers with streamed models: the same constructor, losses, metrics and checkpoints, plus `stream=StreamConfig(...)`.
 
 A trainer runs TRL's own code, but for one function, which lets a model score tokens (`scoring.py`). The constructor calls it for
-the policy and for the reference, wherever they come from. A reward model scores no tokens: it is only enabled.
+the policy and for the reference, wherever they come from. A reward model scores no tokens, and distillation has a head of TRL's
+that holds tiles of logits: their models are only enabled.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
+from trl import DistillationTrainer, DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 
 from streamgrad.config import StreamConfig
 from streamgrad.hf.discover import unwrap
-from streamgrad.hf.patching import InstalledForward
+from streamgrad.hf.patching import InstalledForward, temporary_attribute
 from streamgrad.trl.checkpoints import begin_checkpoint, checkpoint_at, named_if_it_fails
 from streamgrad.trl.restoring import restored_on_error
 from streamgrad.trl.scoring import enable_for_trainer, streamed_head_in
@@ -39,12 +41,12 @@ class _Streamed:
                 "makes and drops within its own backward. Set it to False. To offload what layers keep, pass "
                 'stream=StreamConfig(offload="host"), or --offload host.'
             )
-        with restored_on_error(_changed(given)), self._streaming(stream):
+        with restored_on_error(_changed(given)), self._streaming(stream, given):
             super().__init__(*args, **kwargs)
             prepare_shared_sequences(self)
 
-    def _streaming(self, stream: StreamConfig | None) -> AbstractContextManager[None]:
-        """Return a block in which TRL's constructor makes or takes models that are then streamed."""
+    def _streaming(self, stream: StreamConfig | None, given: dict[str, Any]) -> AbstractContextManager[None]:
+        """Return a block in which TRL's constructor makes or takes models that are then streamed; `given` are its arguments."""
         return streamed_head_in(self.stock, stream, share_prompts=self.share_prompts)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -67,7 +69,7 @@ class _Sharing(_Streamed):
 def _changed(given: dict[str, Any]) -> list[Any]:
     """Return the arguments of a trainer that its constructor may change."""
     rewards = given.get("reward_funcs")
-    named = (given.get(name) for name in ("model", "ref_model", "args", "processing_class", "peft_config"))
+    named = (given.get(name) for name in ("model", "ref_model", "teacher_model", "args", "processing_class", "peft_config"))
     parts = [*named, *(rewards if isinstance(rewards, list) else [rewards])]
     return [part for part in parts if isinstance(getattr(part, "__dict__", None), dict)]
 
@@ -176,7 +178,7 @@ class StreamRewardTrainer(_Streamed, RewardTrainer):
     stock = RewardTrainer
 
     @contextmanager
-    def _streaming(self, stream: StreamConfig | None) -> Iterator[None]:
+    def _streaming(self, stream: StreamConfig | None, given: dict[str, Any]) -> Iterator[None]:
         yield
         enable_for_trainer(self.model, stream)
 
@@ -187,3 +189,35 @@ class StreamRewardTrainer(_Streamed, RewardTrainer):
             return model(**inputs)
 
         return super().compute_loss(without_margin, *args, **kwargs)
+
+
+class StreamDistillationTrainer(_Streamed, DistillationTrainer):
+    """[`trl.DistillationTrainer`] with a streamed student and teacher. Completions are generated as usual, with a cache.
+
+    The divergence is TRL's, which never holds full logits of either model, but tiles of 4,096 tokens x 32,768 words, whatever
+    `head_chunk_size` is.
+
+    Args:
+        *args, **kwargs: as for [`trl.DistillationTrainer`].
+        stream ([`StreamConfig`], *optional*):
+            How to stream. By default, a model that is enabled keeps its configuration, and any other gets the defaults.
+    """
+
+    stock = DistillationTrainer
+
+    @contextmanager
+    def _streaming(self, stream: StreamConfig | None, given: dict[str, Any]) -> Iterator[None]:
+        """Enable the models that are given, and those that TRL loads, before an engine takes the teacher."""
+        module = importlib.import_module(self.stock.__module__)
+        load = module.create_model_from_path
+
+        def loaded(*args: Any, **kwargs: Any) -> Any:
+            model = load(*args, **kwargs)
+            enable_for_trainer(model, stream)
+            return model
+
+        for name in ("model", "teacher_model"):
+            if not isinstance(given.get(name), str | None):
+                enable_for_trainer(given[name], stream)
+        with temporary_attribute(module, "create_model_from_path", loaded):
+            yield
