@@ -251,3 +251,18 @@ def test_layers_of_several_kinds_are_all_measured(family):
             seen.add(str(plan))
             streamgrad.disable(model)
     assert len(seen) == 3
+
+
+def test_router_logits_are_counted():
+    """Those of all layers stay for the balance loss, with their gradients: also when the first steps had none."""
+    model = tiny_model("qwen3_moe", dtype=torch.float32, num_experts=24, moe_intermediate_size=4)
+    ids = tokens(1, 768)
+    streamgrad.enable(model, memory_budget="1GiB", keep="input", chunk_size=384, head_chunk_size=16)
+    counts = []
+    for asked in (False, True):
+        model.config.output_router_logits = asked
+        counted_step(model, ids)  # in which layers are measured and tried
+        counts.append(counted_step(model, ids))
+    (before, plan), (used, with_logits) = counts
+    one = 2 * ids.numel() * 24 * 4
+    assert one <= used - before <= with_logits.peak_bytes - plan.peak_bytes <= 2 * one

@@ -41,6 +41,10 @@ TWO_RANKS = [
     Case("gemma2", chunk_size=5, lora=True, options={"fused_kernels": "on"}),
     Case(chunk_size="auto", options={"memory_budget": "1GiB"}, keep="auto"),
     Case("qwen3_moe", keep="auto", options={"budgets": ("1GiB", "400KiB")}),
+    Case("qwen3_moe", balance=True, chunk_size=5, keep="all"),
+    *(Case("qwen3_moe", balance=True, chunk_size=5, kind=kind) for kind in ("padded", "prompt")),
+    Case("gpt_oss", balance=True, kind="padded", chunk_size=5, keep="attention"),
+    Case("qwen3_moe", balance=True, kind="padded", chunk_size=5, scored=True),
 ]
 FOUR_RANKS = [
     Case(ranks=4, chunk_size=2),
@@ -113,10 +117,10 @@ def test_two_sequences_of_two_ranks_each(engine, four_ranks):
 
 
 def test_other_calls(two_ranks):
-    """Without gradients, as a tuple, of a copy, in evaluation mode, and after leaving the group: errors of logits."""
+    """Without gradients, as a tuple, of a copy, in evaluation mode, after leaving the group: errors of logits, and routers'."""
     for rank in two_ranks:
         errors = rank["other calls"]
-        assert len(errors) == 5 and all(error < 1e-10 for error in errors.values()), errors
+        assert len(errors) == 6 and all(error < 1e-10 for error in errors.values()), errors
 
 
 def test_refusals(subtests, two_ranks):
@@ -147,6 +151,7 @@ def test_ranks_that_disagree_are_told(subtests, two_ranks):
             "chunk_size": "chunk_size: 4, 3,",
             "positions": "whether position_ids are passed: 0, 1,",
             "keep": "disagree about keep",
+            "mask": "whether an attention_mask is passed: 0, 1,",
         }.items():
             with subtests.test(name):
                 assert needle in rank["disagreement"][name]

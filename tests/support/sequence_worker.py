@@ -33,12 +33,17 @@ class Case:
     keep: str = "input"
     kind: str = "plain"
     lora: bool = False
+    balance: bool = False
+    scored: bool = False  # as TRL's trainers call a model
     ranks: int = 2
     options: dict[str, Any] = field(default_factory=dict)
 
     def model(self) -> nn.Module:
         every_head = self.ranks == 4 or self.family == "deepseek_v3"  # whose keys are made for each
         model = tiny_model(self.family, num_key_value_heads=4 if every_head else 2)
+        if self.balance:
+            model.config.output_router_logits = True
+            model.config.router_aux_loss_coef = model.router_aux_loss_coef = 0.5
         if self.lora:
             model = with_lora(model)
             base_of(model).enable_input_require_grads()
@@ -107,11 +112,15 @@ def run_case(case: Case) -> Outcome:
     if "budgets" in options:
         options["memory_budget"] = options.pop("budgets")[dist.get_rank(group)]
     model = streamgrad.enable(case.model(), chunk_size=case.chunk_size, head_chunk_size=3, keep=case.keep, **options)
+    if case.scored:
+        from streamgrad.trl.scoring import add_streamed_head
+
+        add_streamed_head(model, None)
     sequence_parallel(model, group)
-    batch = slice_of(case.batch(), group)
+    batch, asked = slice_of(case.batch(), group), {"fused_lm_head": True} if case.scored else {}
     embeds = batch["inputs_embeds"].requires_grad_() if case.kind == "embedded" else None
     with no_float32(), Collectives() as seen:
-        loss = sequence_loss(model(**batch, labels=batch["shift_labels"]).loss, batch["shift_labels"], group)
+        loss = sequence_loss(model(**batch, **asked, labels=batch["shift_labels"]).loss, batch["shift_labels"], group)
         loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     for gradient in gradients.values():
@@ -240,7 +249,14 @@ def other_calls() -> dict[str, float]:
         errors = {name: relative_error(actual, own) for name, actual in logits.items()}
         errors["evaluation"] = relative_error(model.eval()(input_ids=ids).logits, whole)
         sequence_parallel(model.train(), None)
-        return errors | {"left": relative_error(model(input_ids=ids).logits, whole)}
+        errors["left"] = relative_error(model(input_ids=ids).logits, whole)
+        stock, experts = tiny_model("qwen3_moe"), streamgrad.enable(tiny_model("qwen3_moe"), chunk_size=5)
+        sequence_parallel(experts, group)
+        whole, own = (
+            net(input_ids=part, output_router_logits=True) for net, part in ((stock, ids), (experts, mine["input_ids"]))
+        )
+        pairs = zip(own.router_logits, whole.router_logits, strict=True)
+        return errors | {"router logits": max(relative_error(ours, theirs) for ours, theirs in pairs)}
 
 
 def message(function: Any, *args: Any, **kwargs: Any) -> str:
@@ -288,9 +304,12 @@ def refusals_of_disagreement() -> dict[str, str]:
         return sequence_parallel(streamgrad.enable(tiny_model("llama"), **({"chunk_size": 4} | options)), group)
 
     positions = {"position_ids": torch.arange(8)[None]} if rank else {}
+    experts = sequence_parallel(streamgrad.enable(tiny_model("qwen3_moe"), chunk_size=4), group)
+    mask = {"attention_mask": torch.ones_like(ids)} if rank else {}
     return {
         "length": message(model(), input_ids=ids[:, : 8 - rank]),
         "chunk_size": message(model(chunk_size=4 - rank), input_ids=ids),
         "positions": message(model(), input_ids=ids, **positions),
         "keep": message(model(keep=("input", "attention")[rank]), input_ids=ids),
+        "mask": message(experts, input_ids=ids, output_router_logits=True, **mask),
     }

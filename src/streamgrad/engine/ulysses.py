@@ -46,6 +46,10 @@ class SequenceSharing:
         """Return the entries of the heads that this rank attends with."""
         return tensor_H
 
+    def whole(self, ordered_BT: Tensor) -> Tensor:
+        """Return the whole sequence from the tokens of this process."""
+        return ordered_BT
+
     def most(self, *numbers: float) -> tuple[float, ...]:
         """Return the maximum of each number over all ranks, so that ranks that decide by it decide alike."""
         return numbers
@@ -124,6 +128,10 @@ class Ulysses(SequenceSharing):
         dist.all_gather(slices, slice_BT.contiguous(), group=self.group)
         return torch.cat(slices, dim=1)
 
+    def whole(self, ordered_BT: Tensor) -> Tensor:
+        """Return the whole sequence, in order, from the ranks' tokens in chunk order; the ranks' gradients of it are added."""
+        return _Whole.apply(self, self.to_slice_order(ordered_BT))
+
     @cached_property
     def positions_T(self) -> Tensor:
         """Return the positions in the sequence of the rank's tokens in chunk order."""
@@ -189,3 +197,18 @@ class _ToSliceOrder(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, dslice_BT: Tensor) -> tuple[None, Tensor]:
         return None, ctx.sharing._chunk_ordered(dslice_BT)
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sharing: Ulysses, slice_BT: Tensor) -> Tensor:
+        ctx.sharing = sharing
+        return sharing.gather(slice_BT)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, dwhole_BT: Tensor) -> tuple[None, Tensor]:
+        sharing = ctx.sharing
+        total_BT = dwhole_BT.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total_BT, group=sharing.group)
+        return None, total_BT.narrow(1, sharing.rank * sharing.length, sharing.length)

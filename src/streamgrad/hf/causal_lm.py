@@ -42,7 +42,7 @@ from streamgrad.hf.patching import (
     temporary_attribute,
     warn_once,
 )
-from streamgrad.hf.sequence_slices import sequence_group
+from streamgrad.hf.sequence_slices import shared_sequence_group, with_whole_mask
 from streamgrad.hf.step_plan import head_known_to_decoder
 
 
@@ -185,6 +185,11 @@ def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream,
     _refuse_labels_to_be_shifted(model, arguments)
     computes_loss = arguments.get("labels") is not None and torch.is_grad_enabled()
     with ExitStack() as restore:
+        if (given := with_whole_mask(model, arguments)) is not None:
+            installed = InstalledForward.on(model.get_decoder())
+            assert installed is not None
+            restore.enter_context(temporary_attribute(installed.stream, "mask_BT", arguments["attention_mask"]))
+            args, kwargs = (), given
         restore.enter_context(stream.in_use.claimed(type(model).__name__, alone=computes_loss))
         reason = "it was called without labels, as by Trainer for label_smoothing_factor and compute_loss_func"
         if computes_loss:
@@ -311,18 +316,12 @@ def _refuse_labels_to_be_shifted(model: Any, arguments: dict[str, Any]) -> None:
     """Raise for labels that the model would shift itself, where ranks share a sequence."""
     if arguments.get("labels") is None or arguments.get("shift_labels") is not None:
         return
-    if _shares_sequences(model):
+    if shared_sequence_group(model) is not None:
         raise ValueError(
             "labels cannot be shifted inside the model where ranks share a sequence: the last token of a slice predicts the "
             "first of the next. Shift the labels of the whole sequence, and pass each rank its slice of them both as labels and "
             "as shift_labels."
         )
-
-
-def _shares_sequences(model: Any) -> bool:
-    decoder = model.get_decoder()
-    installed = InstalledForward.on(decoder)
-    return installed is not None and sequence_group(decoder, installed.stream.group) is not None
 
 
 def check_labels(model: Any, arguments: dict[str, Any]) -> None:
@@ -343,7 +342,7 @@ def check_labels(model: Any, arguments: dict[str, Any]) -> None:
             f"labels have shape {tuple(labels.shape)} but the input {tuple(tokens.shape[:2])}: there must be one label per "
             "token. Pass labels of the input's shape, -100 where nothing is to be predicted; they are shifted inside the model."
         )
-    if _shares_sequences(model):
+    if shared_sequence_group(model) is not None:
         return  # slices are checked in `sequence_slices`
     ignore_index = arguments.get("ignore_index", -100)
     predicts_BT = nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index) if shifted is None else shifted

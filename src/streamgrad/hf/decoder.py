@@ -69,6 +69,7 @@ class DecoderStream:
     head: HeadFacts | None = None  # in the call that is under way, where the head is streamed too
     group: SequenceGroup | None = None  # whose ranks share every sequence
     tree: Tree | None = None  # of the row in the call that is under way, where sequences share their beginnings
+    mask_BT: Tensor | None = None  # of this rank's slice, in the call that is under way, where the decoder is given the whole one
 
     def __post_init__(self) -> None:
         self.backends = backends_named(self.config.attention)
@@ -78,6 +79,8 @@ class DecoderStream:
 def decoder_forward(decoder: Any, stock: Callable[..., Any], stream: DecoderStream, *args: Any, **kwargs: Any) -> Any:
     """Run the decoder streamed, or as it is where streaming has no use; `enable` installs this as its forward."""
     arguments = named_arguments(stock, args, kwargs)
+    if stream.mask_BT is not None:
+        arguments["attention_mask"] = stream.mask_BT
     group = sequence_group(decoder, stream.group)
     name = type(decoder).__name__
     if group is None and stream.tree is None and not _should_stream(decoder, stream, arguments):
@@ -228,16 +231,13 @@ class _DecoderCall:
                 raise SeamError(reason)
             h_BTE, arguments = LayerArguments.bind(self.forwards[index], args, kwargs)
             recorder, recurrent = Recorder(), is_recurrent(modules)
-            if recorder.keys and self.sequences.sharing.ranks > 1:
-                raise SeamError(
-                    f"{recorder.keys[0]} were asked for, and ranks share its sequences; pass output_{recorder.keys[0]}=False"
-                )
             run = self._run(modules, arguments, recorder)
             if recurrent:
                 _refuse_for_recurrent_layers(arguments, self.sequences)
             mask = None if recurrent else self._mask(arguments, h_BTE)
             if self.plan is None:  # this is the first layer
-                self.plan = self._make_plan(h_BTE, chain([Sample(layer, run, mask)], self._other_kinds(args, kwargs)))
+                first = Sample(layer, run, mask, tuple(recorder.keys))
+                self.plan = self._make_plan(h_BTE, chain([first], self._other_kinds(args, kwargs)))
             call = (RecurrentCall if recurrent else StreamedCall)(
                 layer=layer,
                 run=run,
@@ -255,7 +255,7 @@ class _DecoderCall:
                 on_shortage=self.stream.planner.note_shortage,
             )
             out_BTE, *recorded = call(h_BTE)
-            recorder.hand_over(recorded)
+            recorder.hand_over(map(self.sequences.sharing.whole, recorded))
             return (out_BTE,) if arguments.returns_tuple else out_BTE
 
         return streamed
@@ -290,7 +290,8 @@ class _DecoderCall:
                 h_BTE, arguments = LayerArguments.bind(forward, args, kwargs)
                 arguments.attention_mask = None
                 mask = None if is_recurrent(modules) else self.sequences.mask(_mask_of(arguments, h_BTE.shape[1], h_BTE.shape[1]))
-                yield Sample(layer, self._run(modules, arguments, Recorder()), mask)
+                recorder = Recorder()
+                yield Sample(layer, self._run(modules, arguments, recorder), mask, tuple(recorder.keys))
 
     def _mask(self, arguments: LayerArguments, h_BTE: Tensor) -> CausalMask | DenseMask | TreeMask:
         given = arguments.attention_mask

@@ -3,6 +3,7 @@
 transformers hooks the modules that make them, and a collector that is active during the decoder's forward takes what they return.
 In a streamed layer each chunk has a collector of its own. Its tensors become outputs of the layer beside the hidden states, so
 that gradients flow back through them, and the whole sequence's are handed to the collector that was active around the layer.
+Where ranks share a sequence, each is given those of all ranks, since a balance loss is no sum of losses of slices.
 
 Private details of transformers that this relies on, pinned by tests/project/test_foreign_names.py: `output_capturing` holds the
 active collector, a dict of lists, in `_active_collector`.
@@ -12,7 +13,7 @@ Shapes: B batch, L tokens of a chunk, T sequence, X experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,7 +50,7 @@ class Recorder:
         self._found = [(key, tensor.ndim) for key, tensor in tensors]
         chunk.recorded = [_by_token(key, tensor, h_BLE) for key, tensor in tensors]
 
-    def hand_over(self, recorded_BTX: Sequence[Tensor]) -> None:
+    def hand_over(self, recorded_BTX: Iterable[Tensor]) -> None:
         """Append the whole sequence's tensors to the collector around the layer, in the shape in which they were recorded."""
         active = output_capturing._active_collector.get()
         for (key, ndim), tensor_BTX in zip(self._found, recorded_BTX, strict=True):

@@ -28,6 +28,7 @@ from streamgrad.engine.ulysses import ALONE, SequenceSharing, Ulysses
 from streamgrad.hf.deepspeed import ulysses_group
 from streamgrad.hf.discover import follows_length, sliding_window
 from streamgrad.hf.mask_checks import accept_blind_predictions
+from streamgrad.hf.patching import InstalledForward
 from streamgrad.hf.seams import documents_of_sequence
 from streamgrad.hf.step_plan import Planner
 
@@ -60,6 +61,31 @@ def sequence_group(decoder: Any, given: SequenceGroup | None) -> dist.ProcessGro
         return None
     group = ulysses_group() if given is None else given.group
     return None if group is None or dist.get_world_size(group) == 1 else group
+
+
+def shared_sequence_group(model: Any) -> dist.ProcessGroup | None:
+    """Return the ranks that share the sequences of a call of `model`, or None."""
+    decoder = model.get_decoder()
+    installed = InstalledForward.on(decoder)
+    return None if installed is None else sequence_group(decoder, installed.stream.group)
+
+
+def with_whole_mask(model: Any, arguments: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the arguments with the whole sequence's mask if ranks share it and a balance loss is asked for; else None.
+
+    The model's own forward computes that loss of the whole sequence's router logits and of the mask that it is given.
+    """
+    group, mask_BT = shared_sequence_group(model), arguments.get("attention_mask")
+    asked = arguments.get("output_router_logits")
+    if group is None or not (getattr(model.config.get_text_config(), "output_router_logits", False) if asked is None else asked):
+        return None
+    tokens = arguments["input_ids"] if arguments.get("input_ids") is not None else arguments["inputs_embeds"]
+    sharing = Ulysses(group, tokens.shape[1], tokens.shape[1], tokens.device)
+    has_mask = isinstance(mask_BT, Tensor) and mask_BT.shape == tokens.shape[:2]  # others are refused by the decoder
+    sharing.check_agreement({"tokens of a slice": sharing.length, "whether an attention_mask is passed": int(has_mask)})
+    if mask_BT is None or not has_mask:
+        return None
+    return arguments | {"attention_mask": sharing.gather(mask_BT.double()).to(mask_BT.dtype)}
 
 
 def check_heads(config: Any, ranks: int) -> None:

@@ -51,6 +51,7 @@ class LayerCosts:
     largest_gradient: float
     states: float = 0.0  # of a sequence, between two chunks
     weights: float = 0.0  # made on the way, at most at a time: dequantised, cast by autocast, or with an adapter added
+    recorded: float = 0.0  # router logits, and probabilities or gradients of them, which stay on the device whatever is kept
 
     def kept(self, policy: LayerPolicy) -> Parts:
         """Return the bytes a token that wait for backward."""

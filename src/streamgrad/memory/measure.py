@@ -67,6 +67,7 @@ def measured_costs(
         largest_gradient=max((parameter.nbytes for parameter in trainable), default=0),
         states=states / h_BTE.shape[0],
         weights=weights,
+        recorded=counted.recorded / count,
     )
 
 
@@ -75,6 +76,7 @@ class _Counted:
     """Bytes in one trial."""
 
     input: int
+    recorded: int
     keys_and_values: int
     key_sums: int
     attention: int
@@ -161,8 +163,9 @@ class _Trial:
         keys, kept = (chunk.own if isinstance(chunk, Chunk) else None) or (), chunk.kept
         states = chunk.written.values() if isinstance(chunk, RecurrentChunk) else ()
         return {
-            # What is recorded stays, with its gradient, as long as hidden states do.
-            "input": max(h_BLE.nbytes, out_BLE.nbytes) + 2 * sum(tensor.nbytes for tensor in chunk.recorded),
+            "input": max(h_BLE.nbytes, out_BLE.nbytes),
+            # Of all ranks that share the sequence, and then with probabilities or with gradients.
+            "recorded": 2 * self.sharing.ranks * sum(tensor.nbytes for tensor in chunk.recorded),
             "keys_and_values": sum(key.nbytes for key in keys),
             "key_sums": sum(key.numel() * accumulator_dtype(key.dtype).itemsize for key in keys),
             "attention": 0 if kept is None else kept.out_BHLD.nbytes + kept.lse_BHL.nbytes,

@@ -278,7 +278,7 @@ class StepFacts:
             costs=self.costs,
             layers=self.layers,
             shape=Shape(self.rows, sequence),
-            resident_bytes=self.resident_bytes,
+            resident_bytes=self.resident_bytes + self.layers * tokens * self.costs.recorded,
             layer_gradient_bytes=self.gradient_bytes / self.layers,
             head_bytes=2 * hidden + UNKNOWN_HEAD_SHARE * self.budget_bytes if head is None else head.bytes_at_work(tokens),
             head_gradient_bytes=0.0 if head is None else head.gradient_bytes,

@@ -27,6 +27,7 @@ from streamgrad.head.token_scores import token_scores
 from streamgrad.hf.causal_lm import HeadStream, causal_lm_forward, check_labels, refuse_backward_hooks
 from streamgrad.hf.discover import unwrap
 from streamgrad.hf.patching import InstalledForward, named_arguments, temporary_attribute, warn_once
+from streamgrad.hf.sequence_slices import with_whole_mask
 from streamgrad.hf.shared_prefixes import SharedBatch, has_gaps, share_prefixes, sharing_refusal
 from streamgrad.hf.step_plan import head_known_to_decoder
 from streamgrad.parallel import make_zero3_leaves
@@ -98,7 +99,8 @@ def _scored(
     loss, balance = -scores["log_probs"].sum() / count, None
     if kwargs.get("output_router_logits"):
         experts, chosen = text_config.num_experts, text_config.num_experts_per_tok
-        balance = load_balancing_loss_func(output.router_logits, experts, chosen, given.get("attention_mask"))
+        whole = with_whole_mask(model, given | kwargs) or given
+        balance = load_balancing_loss_func(output.router_logits, experts, chosen, whole.get("attention_mask"))
         loss = loss + getattr(text_config, "router_aux_loss_coef", 0.0) * balance
     return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=balance, **scores)
 
