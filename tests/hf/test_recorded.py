@@ -95,15 +95,33 @@ def test_your_own_loss_of_router_logits():
         assert_same_step(run_step(model, batch, forward=forward), expected, 1e-10)
 
 
-def test_noise_of_routers_is_replayed():
-    model = balanced(small_model("mixtral", router_jitter_noise=0.3))
-    streamgrad.enable(model, chunk_size=7)
-    batch = batches.plain(model)
-    first, second = [], []
-    for steps in (first, second):
+# With the size of chunks: phimoe draws twice for each, so only a single one draws what the stock model does.
+NOISE = {
+    "mixtral": (7, {"router_jitter_noise": 0.3}),
+    "minimax_m2": (7, {"router_jitter_noise": 0.3}),
+    "phimoe": (23, {"input_jitter_noise": 0.3, "router_jitter_noise": 0.1}),
+    "dbrx": (7, {"ffn_config": {"moe_jitter_eps": 0.3}}),
+}
+
+
+@pytest.mark.parametrize("keep", ["input", "attention", "all"])
+@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in ("mixtral", "phimoe") else more) for f in NOISE])
+def test_noise_of_routers_is_replayed(family, keep):
+    """A CPU draws numbers one by one: for a batch of one row, chunks in order draw what the whole sequence would."""
+    chunk_size, options = NOISE[family]
+    model = balanced(small_model(family, **options))
+    ids = tokens(1, 23)
+
+    def forward(model, batch):
         torch.manual_seed(5)
-        steps.append(run_step(model, batch))
-    assert_same_step(second[0], first[0], 1e-12)
+        return model(**batch).loss
+
+    with no_float32():
+        expected = run_step(model, {"input_ids": ids, "labels": ids}, forward=forward)
+        torch.manual_seed(6)
+        assert abs(model(input_ids=ids, labels=ids).loss - expected.loss) > 1e-6, "there is no noise"
+        streamgrad.enable(model, chunk_size=chunk_size, keep=keep)
+        assert_same_step(run_step(model, {"input_ids": ids, "labels": ids}, forward=forward), expected, 1e-10)
 
 
 def test_the_balance_loss_alone():
