@@ -1,7 +1,8 @@
 """`enable` and `disable`: the one line that lets a Hugging Face model stream, and the one that undoes it.
 
-Enabling sets two instance attributes, `forward` and `_streamgrad`, on the decoder and, where there is a language-modelling head,
-on the model. Parameters, buffers, classes, hooks, configuration and state dict are untouched.
+Enabling sets two instance attributes, `forward` and `_streamgrad`, on the decoder, on the model where it has a language-modelling
+head, and on models in between, which have the decoder beside other parts (text with images). Parameters, buffers, classes, hooks,
+configuration and state dict are untouched.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from typing import Any, TypeVar
 
 from streamgrad.config import StreamConfig
 from streamgrad.hf.causal_lm import HeadStream, causal_lm_forward, traced_logit_map
-from streamgrad.hf.decoder import DecoderStream, decoder_forward
-from streamgrad.hf.discover import find_decoder, unwrap
+from streamgrad.hf.decoder import DecoderStream, decoder_forward, surrounding_forward
+from streamgrad.hf.discover import find_decoder, surrounding_models, unwrap
 from streamgrad.hf.patching import InstalledForward
 
 ModelT = TypeVar("ModelT")
@@ -48,6 +49,8 @@ def enable(model: ModelT, config: StreamConfig | None = None, **options: Any) ->
         head_stream = HeadStream(settings, traced_logit_map(inner, decoder, head))
         InstalledForward(inner, causal_lm_forward, head_stream).install()
     if current is None:
+        for part in surrounding_models(inner, decoder):
+            InstalledForward(part, surrounding_forward, settings).install()
         InstalledForward(decoder, decoder_forward, DecoderStream(settings)).install()
     return model
 
@@ -55,7 +58,7 @@ def enable(model: ModelT, config: StreamConfig | None = None, **options: Any) ->
 def disable(model: ModelT) -> ModelT:
     """Undo `enable`: the model is the stock one again, bit for bit. Does nothing to a model that is not enabled."""
     inner = unwrap(model)
-    for module in (inner, inner.get_decoder()):
+    for module in inner.modules():
         installed = InstalledForward.on(module)
         if installed is not None:
             installed.remove()

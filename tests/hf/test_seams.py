@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import streamgrad
 from families import small_model
 from gradients import assert_same_step, no_float32, run_step
-from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, SeamError
+from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, SeamError, spans
 from streamgrad.hf.seams import IMPLEMENTATION, stream_attention_forward, stream_mask, streamed_attention_in
 from tiny import FAMILIES, tiny_model, tokens
 
@@ -62,11 +62,52 @@ def test_masks_that_are_not_causal_are_refused():
         masking_utils.bidirectional_mask_function,
         masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function),
         masking_utils.and_masks(masking_utils.bidirectional_mask_function, masking_utils.sliding_window_overlay(3)),
+        masking_utils.and_masks(masking_utils.causal_mask_function, masking_utils.blockwise_overlay(torch.zeros(1, 5))),
+        masking_utils.or_masks(
+            masking_utils.causal_mask_function, *(masking_utils.blockwise_overlay(torch.full((1, 5), i)) for i in range(2))
+        ),
     ):
         with pytest.raises(SeamError, match="is not causal"):
             stream_mask(1, 5, 5, mask_function=function)
+    custom = masking_utils.and_masks(masking_utils.causal_mask_function, lambda b, h, q, k: k > 0)
     with pytest.raises(SeamError, match="custom mask function"):
-        stream_mask(1, 5, 5, use_vmap=True)
+        stream_mask(1, 5, 5, mask_function=custom, use_vmap=True)
+
+
+# Two images in the first row, one in the second; a block that lies apart, as PaliGemma's prompt and right padding do.
+IMAGES = torch.tensor([[-1, 0, 0, 0, -1, 1, 1, -1, -1, -1], [-1, -1, -1, -1, -1, -1, -1, 0, 0, -1]])
+APART = torch.tensor([[0, 0, 0, -1, -1, -1, -1, -1, 0, 0], [0, 0, 0, 0, 0, -1, -1, -1, -1, -1]])
+RIGHT, LEFT = torch.ones(2, 10), torch.ones(2, 10)
+RIGHT[0, 7:], LEFT[1, :2] = 0, 0
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, 4, 10])
+@pytest.mark.parametrize("padding", [None, RIGHT, LEFT], ids=["no padding", "right", "left"])
+@pytest.mark.parametrize("ids", [IMAGES, APART], ids=["images", "apart"])
+@pytest.mark.parametrize("windowed", ["not", "images too", "but for images"])
+def test_blocks_that_see_each_other_both_ways_are_cut_nowhere(windowed, ids, padding, chunk_size):
+    """Chunks of the mask, side by side, are transformers' own mask, as Gemma 3 and PaliGemma 2 compose it."""
+    causal, window = masking_utils.causal_mask_function, masking_utils.sliding_window_overlay(3)
+    blocks = masking_utils.blockwise_overlay(ids)
+    function = {
+        "not": masking_utils.or_masks(causal, blocks),
+        "images too": masking_utils.and_masks(masking_utils.or_masks(causal, blocks), window),
+        "but for images": masking_utils.or_masks(masking_utils.and_masks(window, causal), blocks),
+    }[windowed]
+    options = {"mask_function": function, "attention_mask": None if padding is None else padding.bool()}
+    dense = masking_utils.sdpa_mask(2, 10, 10, **options, allow_is_causal_skip=False, use_vmap=True)
+    mask = stream_mask(2, 10, 10, **options, use_vmap=True)
+    parts = spans(10, chunk_size, mask.uncut)
+    assert [stop for _, stop in parts[:-1]] == [start for start, _ in parts[1:]] and (parts[0][0], parts[-1][1]) == (0, 10)
+    for start, stop in parts:
+        part, expected = mask.part(start, stop, 2), dense[:, :, start:stop]
+        assert not expected[..., stop:].any(), "a token sees a later chunk"
+        assert not expected[..., : part.first].any(), "a key that is seen is left out"
+        assert torch.equal(mask.visible(start, stop, part.first, torch.device("cpu")), expected[..., part.first : stop])
+        assert part.masked or not (ids[:, start:stop] >= 0).any()
+        longest = max((last - first for first, last in mask.uncut if start <= first and last <= stop), default=0)
+        assert stop - start <= max(chunk_size, longest)
+    assert len(parts) > 1 or chunk_size == 10 or (ids is APART and padding is not RIGHT)
 
 
 def test_unknown_causal_overlays_are_kept_and_never_taken_for_plain():

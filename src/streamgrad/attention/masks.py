@@ -6,13 +6,14 @@ Shapes: B batch, H heads, T sequence, L queries of a chunk, S keys that the chun
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from streamgrad.attention.blocks import Blocks
 from streamgrad.attention.varlen import Segment, VarlenMask
 
 # An additive mask of -1e4 or less is zero after softmax in every floating dtype, beside a key that has more than half of that.
@@ -43,6 +44,8 @@ class Part:
 class CausalMask:
     """A causal mask: `visible(b, q, k) = k <= q and rule(b, 0, q, k) and padding_BT[b, k]`.
 
+    With `blocks` it is `rule(b, 0, q, k) and padding_BT[b, k]`, and tokens see later ones of their own block.
+
     Not a dataclass: FSDP2's mixed precision copies dataclass arguments of a layer, so each layer would recompute the parts.
 
     Args:
@@ -52,7 +55,11 @@ class CausalMask:
         documents_BT: the rule hides keys of other documents; ids must not decrease along T.
         has_other_rule: the rule hides more than `window` and `documents_BT` describe.
         batch: rows of the batch that the rule is called with; it may treat them differently.
+        blocks: whose tokens see each other both ways. The other arguments describe what tokens in no block see.
+        length: the sequence's, for models that read the shape of a mask which they made themselves.
     """
+
+    ndim = 4  # as a mask that is ready for a model's layers
 
     def __init__(
         self,
@@ -62,9 +69,12 @@ class CausalMask:
         documents_BT: Tensor | None = None,
         has_other_rule: bool = False,
         batch: int = 1,
+        blocks: Blocks | None = None,
+        length: int = 0,
     ) -> None:
         self.rule, self.padding_BT, self.window, self.documents_BT = rule, padding_BT, window, documents_BT
-        self.has_other_rule, self.batch = has_other_rule, batch
+        self.has_other_rule, self.batch, self.blocks = has_other_rule, batch, blocks
+        self.shape = batch, 1, length, length
         self._parts: dict[tuple[int, int, int], Part] = {}
 
     def part(self, start: int, stop: int, batch: int) -> Part:
@@ -74,11 +84,16 @@ class CausalMask:
             self._parts[key] = self._part(start, stop, batch)
         return self._parts[key]
 
+    @property
+    def uncut(self) -> Sequence[tuple[int, int]]:
+        """Return the spans that no chunk may cut: inside of them, tokens see later ones."""
+        return () if self.blocks is None else self.blocks.uncut
+
     def visible(self, start: int, stop: int, first_key: int, device: torch.device) -> Tensor:
         """Return a boolean mask (B or 1, 1, L, S), True where the query sees the key."""
         query_L1 = torch.arange(start, stop, device=device)[None, None, :, None]
         key_1S = torch.arange(first_key, stop, device=device)[None, None, None, :]
-        seen = key_1S <= query_L1
+        seen = key_1S <= query_L1 if self.blocks is None else torch.ones((), dtype=torch.bool, device=device)
         if self.rule is not None:
             batch_B = torch.arange(self.batch, device=device)[:, None, None, None]
             head = torch.zeros(1, dtype=torch.long, device=device)[None, :, None, None]
@@ -89,6 +104,9 @@ class CausalMask:
 
     def _part(self, start: int, stop: int, batch: int) -> Part:
         first = 0 if self.window is None else max(0, start - self.window + 1)
+        in_block = None if self.blocks is None else self.blocks.first_key(start, stop)
+        if in_block is not None:
+            return Part(min(first, in_block), stop, masked=True)
         if self.padding_BT is None and self.documents_BT is None:
             if self.has_other_rule:
                 return Part(first, stop, masked=True)
@@ -196,6 +214,8 @@ class DenseMask:
     """A user's own (B or 1, H or 1, T, T) mask: boolean, True where the query sees the key, or additive."""
 
     values_BHTT: Tensor
+
+    uncut = ()  # as it is causal
 
     def part(self, start: int, stop: int, batch: int) -> Part:
         return Part(0, stop, masked=True)

@@ -9,6 +9,8 @@ Shapes: B batch, H query heads, G key/value heads, T sequence, L chunk, D head s
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +21,20 @@ from streamgrad.ops.accumulate import as_sum, zeros_for_sum
 from streamgrad.ops.memory_label import labelled, relabel
 
 
-def spans(length: int, chunk_size: int) -> list[tuple[int, int]]:
-    """Return `[(0, c), (c, 2c), ...]` up to `length`; the last span may be shorter."""
-    return [(start, min(start + chunk_size, length)) for start in range(0, length, chunk_size)]
+def spans(length: int, chunk_size: int, uncut: Sequence[tuple[int, int]] = ()) -> list[tuple[int, int]]:
+    """Return `[(0, c), (c, 2c), ...]` up to `length`, with no border inside one of `uncut`, which are apart and in order.
+
+    A span ends before an uncut one that it cannot hold, and is longer than `chunk_size` only if that one is.
+    """
+    found, start = [], 0
+    while start < length:
+        stop = min(start + chunk_size, length)
+        before = bisect_left(uncut, (stop,)) - 1  # the last that begins before `stop`
+        if before >= 0 and stop < uncut[before][1]:
+            stop = uncut[before][0] if uncut[before][0] > start else uncut[before][1]
+        found.append((start, stop))
+        start = stop
+    return found
 
 
 def with_dense_rows(tensor_BHLD: Tensor) -> Tensor:

@@ -56,6 +56,7 @@ class StreamedCall:
     chunk_size: int
     policy: LayerPolicy
     host_store: HostStore
+    uncut: Sequence[tuple[int, int]] = ()  # inside of which tokens see later ones
     sharing: SequenceSharing = ALONE
     adapters: AdapterFacts = NO_ADAPTERS
     forward: Hashable = None  # tells the layer's own forward from another one
@@ -111,7 +112,7 @@ class StreamedCall:
         return RandomTape([h_BTE.device, *(parameter.device for parameter in parameters_of(self.layer))])
 
     def spans(self, length: int) -> list[tuple[int, int]]:
-        return spans(length, self.chunk_size)
+        return spans(length, self.chunk_size, self.uncut)
 
     def spans_to_restore(self, length: int) -> list[tuple[int, int]]:
         """Return the spans that are run up to their keys or states before backward, where these were not kept.

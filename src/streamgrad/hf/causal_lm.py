@@ -30,6 +30,7 @@ from streamgrad.head.cross_entropy import mean_of, summed_cross_entropy
 from streamgrad.head.linear_head import LogitMap
 from streamgrad.head.module_head import summed_module_cross_entropy
 from streamgrad.head.targets import TargetRows, flatten, is_plain
+from streamgrad.hf.decoder import masks_by_chunk
 from streamgrad.hf.deepspeed import check_head
 from streamgrad.hf.mask_checks import check_predictions
 from streamgrad.hf.no_logits import NoLogits
@@ -197,7 +198,8 @@ def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream,
             name = getattr(model.loss_function, "__name__", model.loss_function)
             reason = f"its loss_function, {name!r}, needs full logits"
         if not computes_loss or model.loss_function is not ForCausalLMLoss:
-            output = stock(*args, **kwargs)
+            with masks_by_chunk(model, arguments):
+                output = stock(*args, **kwargs)
             if torch.is_grad_enabled():
                 protect_gradients(output[0], lambda: parameters_of(model))
                 _announce_full_logits(model, output, arguments, reason)
@@ -209,7 +211,8 @@ def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream,
         restore.enter_context(temporary_attribute(model, "_loss_function", job.loss_function))
         restore.enter_context(head_known_to_decoder(model, job.head, tokens=job.targets.numel(), config=stream.config))
         try:
-            output = stock(*args, **kwargs)
+            with masks_by_chunk(model, arguments):
+                output = stock(*args, **kwargs)
         except SeamError as error:
             raise ValueError(f"{type(model).__name__} cannot be streamed: {error}.") from error
         except ShortOfMemory as error:

@@ -43,7 +43,14 @@ from streamgrad.hf.discover import (
 from streamgrad.hf.fusion import Fusion
 from streamgrad.hf.layer_args import LayerArguments
 from streamgrad.hf.mask_checks import check_mask
-from streamgrad.hf.patching import named_arguments, not_compiled, own_forward, signature_of, temporary_attributes
+from streamgrad.hf.patching import (
+    InstalledForward,
+    named_arguments,
+    not_compiled,
+    own_forward,
+    signature_of,
+    temporary_attributes,
+)
 from streamgrad.hf.peft import PEFT_ADAPTERS
 from streamgrad.hf.quantized import never_packed
 from streamgrad.hf.recorded import Recorder
@@ -101,6 +108,40 @@ def decoder_forward(decoder: Any, stock: Callable[..., Any], stream: DecoderStre
     return output
 
 
+def surrounding_forward(model: Any, stock: Callable[..., Any], config: StreamConfig, *args: Any, **kwargs: Any) -> Any:
+    """Run a model that has the decoder as one of its parts; `enable` installs this as its forward."""
+    try:
+        with masks_by_chunk(model, named_arguments(stock, args, kwargs)):
+            return stock(*args, **kwargs)
+    except SeamError as error:
+        raise ValueError(f"{type(model).__name__} cannot be streamed: {error}.") from error
+
+
+@contextmanager
+def masks_by_chunk(model: Any, arguments: dict[str, Any]) -> Iterator[None]:
+    """Let `model` make no (T x T) mask within the block for a decoder that will be streamed.
+
+    Models of text and images make the decoder's masks themselves, as these depend on where the images are.
+    """
+    decoder = model.get_decoder()
+    installed, configs = InstalledForward.on(decoder), _configs_of_text(model, decoder)
+    if installed is None or not configs or not _should_stream(decoder, installed.stream, arguments):
+        yield
+        return
+    for reason in foreign_attention(configs, decoder_layers(decoder)[0]):
+        raise SeamError(reason)
+    with streamed_attention_in(configs):
+        yield
+
+
+def _configs_of_text(model: Any, decoder: Any) -> list[Any]:
+    """Return the configurations by which a model with other parts makes the decoder's masks; none if it is all decoder."""
+    if model.config is decoder.config:
+        return []
+    configs = {id(config): config for config in (decoder.config, model.config.get_text_config(decoder=True))}
+    return [config for config in configs.values() if config is not model.config]
+
+
 def _streamed_or_again(decoder: Any, stock: Callable[..., Any], stream: DecoderStream, sequences: WholeSequences) -> Any:
     """Run the forward pass, and once more by a smaller plan if memory runs out and the plan is ours to make.
 
@@ -130,7 +171,9 @@ def _streamed(decoder: Any, stock: Callable[..., Any], stream: DecoderStream, se
 
 def _should_stream(decoder: Any, stream: DecoderStream, arguments: dict[str, Any]) -> bool:
     """Return True with a graph. Without one, return whether it saves memory: a long input, no cache to fill, no transform."""
-    if torch.is_grad_enabled():
+    masks = arguments.get("attention_mask")
+    made_outside = any(isinstance(mask, CausalMask) for mask in (masks.values() if isinstance(masks, dict) else [masks]))
+    if torch.is_grad_enabled() or made_outside:
         return True
     if in_transform():
         return False
@@ -247,6 +290,7 @@ class _DecoderCall:
                 chunk_size=self.sequences.sharing.chunk_size or self.plan.chunk_sizes[index],
                 policy=self.plan.policies[index],
                 host_store=self.stream.host_store,
+                uncut=() if mask is None else mask.uncut,
                 sharing=self.sequences.sharing,
                 adapters=PEFT_ADAPTERS,
                 forward=id(getattr(self.forwards[index], "__func__", self.forwards[index])),

@@ -71,9 +71,16 @@ def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
         raise ValueError(
             f"{name} cannot be streamed: {type(decoder).__name__}, which get_decoder() returns, has no list of decoder layers."
         )
-    for reason in _refusals(decoder, layers, config):
+    for reason in _refusals(decoder, layers, config, makes_masks=config is model.config):
         raise ValueError(f"{name} cannot be streamed: {reason}.")
     return decoder
+
+
+def surrounding_models(model: PreTrainedModel, decoder: PreTrainedModel) -> list[PreTrainedModel]:
+    """Return the models, `model` itself only if it has no head of its own, that have the decoder beside other parts."""
+    headless = [part for part in model.modules() if part is not model or model.get_output_embeddings() is None]
+    models = [part for part in headless if isinstance(part, PreTrainedModel) and part.config is not decoder.config]
+    return [part for part in models if any(module is decoder for module in part.modules())]
 
 
 def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
@@ -207,8 +214,11 @@ def follows_length(module: nn.Module) -> bool:
     return any(kind in _LENGTH_DEPENDENT_ROPE for kind in (kinds.values() if isinstance(kinds, dict) else (kinds,)))
 
 
-def _refusals(decoder: Any, layers: list[nn.Module], config: Any) -> Iterator[str]:
-    """Yield why the decoder cannot be streamed exactly, the most telling reason first."""
+def _refusals(decoder: Any, layers: list[nn.Module], config: Any, *, makes_masks: bool) -> Iterator[str]:
+    """Yield why the decoder cannot be streamed exactly, the most telling reason first.
+
+    Where it does not make its own masks, which tokens see each other both ways is known in each call.
+    """
     kinds = set(getattr(config, "layer_types", None) or ()) - _STREAMABLE_LAYER_TYPES
     if kinds:
         yield (
@@ -226,7 +236,8 @@ def _refusals(decoder: Any, layers: list[nn.Module], config: Any) -> Iterator[st
     heads, key_heads = (getattr(config, f"num_{name}_heads", None) for name in ("attention", "key_value"))
     if isinstance(heads, int) and isinstance(key_heads, int) and (key_heads < 1 or heads % key_heads):
         yield f"its {heads} query heads cannot share {key_heads} key/value heads evenly"
-    if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", None):
+    both_ways = makes_masks and getattr(config, "use_bidirectional_attention", None)
+    if getattr(config, "is_causal", True) is False or both_ways:
         yield "its configuration asks for bidirectional attention"
     for layer in layers:
         if cache_argument(own_forward(layer)) is None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from streamgrad.attention.masks import DenseMask, rows_without_keys
 from streamgrad.hf.discover import decoder_layers, sliding_window
+from streamgrad.hf.seams import attention_name
 
 
 def check_mask(arguments: dict[str, Any], config: Any) -> None:
@@ -31,9 +32,9 @@ def check_mask(arguments: dict[str, Any], config: Any) -> None:
                 f"the 4-D attention mask is {mask.dtype}, and could say what is seen or what is added to scores. Pass a boolean "
                 "mask, True where a query sees a key, or a floating-point one, 0 there and -inf elsewhere."
             )
-        if mask.ndim == 4 and mask.dtype == torch.bool and config._attn_implementation in ("eager", "flex_attention"):
+        if mask.ndim == 4 and mask.dtype == torch.bool and attention_name(config) in ("eager", "flex_attention"):
             raise ValueError(
-                f"the 4-D attention mask is boolean, and {config._attn_implementation} attention, which this model has, adds it "
+                f"the 4-D attention mask is boolean, and {attention_name(config)} attention, which this model has, adds it "
                 "to scores as 0 and 1, so that it hides nothing. Pass a floating-point mask, 0 where a query sees a key and "
                 "torch.finfo(dtype).min elsewhere, or call model.set_attn_implementation('sdpa')."
             )
@@ -58,7 +59,7 @@ def accept_blind_predictions(which: str, decoder: Any, *, is_finite: bool = Fals
 
     It does not if it is eager without sinks, or if keys are hidden by a mask of finite values.
     """
-    if is_finite or (decoder.config._attn_implementation == "eager" and not all(map(_has_sink, decoder_layers(decoder)))):
+    if is_finite or (attention_name(decoder.config) == "eager" and not all(map(_has_sink, decoder_layers(decoder)))):
         other = "pass a boolean mask to a model with SDPA" if is_finite else "call model.set_attn_implementation('sdpa')"
         raise ValueError(
             f"{which}: the attention mask hides them all. Stock attention then takes the mean of all values, later ones "

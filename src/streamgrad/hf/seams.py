@@ -3,8 +3,9 @@
 Both are registered under the name "streamgrad". The mask function returns a `CausalMask`, which is built chunk by chunk.
 
 Private details of transformers that this relies on, pinned by tests/hf/test_seams.py: `masking_utils` composes masks as closures,
-`and_masks(...)` over leaves such as `causal_mask_function`; the closures hold the window and the packed-document ids; and
-`masking_utils.find_packed_sequence_indices` finds these ids by restarting positions.
+`and_masks(...)` and `or_masks(...)` over leaves such as `causal_mask_function`; the closures hold the window, the ids of packed
+documents and those of blocks that see each other both ways; and `masking_utils.find_packed_sequence_indices` finds the ids of
+documents by restarting positions.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.masking_utils import causal_mask_function
 
+from streamgrad.attention.blocks import Blocks
 from streamgrad.attention.masks import CausalMask, DenseMask
 from streamgrad.attention.streamed import streamed_attention
 from streamgrad.engine.kv_chunk import Chunk, SeamError
 from streamgrad.engine.replay import as_autocast
+from streamgrad.engine.trial import LoneTokens
 
 IMPLEMENTATION = "streamgrad"
 
@@ -34,6 +37,8 @@ _NOT_ABOUT_ATTENTION = {
     "logits_to_keep", "past_key_values", "layer_past", "seq_idx", "output_router_logits",
 }  # fmt: skip
 
+# The function of `masking_utils` that lets tokens of the same block see each other both ways.
+_BLOCKS = "blockwise_overlay"
 _LEFT_UNREAD = _CARRIED_BY_THE_MASK | _NOT_ABOUT_ATTENTION
 
 
@@ -62,7 +67,7 @@ def stream_attention_forward(
         if name not in _LEFT_UNREAD and argument is not None and argument is not False:
             raise SeamError(f"its attention is called with {name}={type(argument).__name__}, which streaming does not support")
     if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
-        raise SeamError("its attention is not causal")
+        _check_explicit(attention_mask)
     out_BHLD = streamed_attention(
         attention_mask,
         *map(as_autocast, (query, key, value)),
@@ -72,6 +77,16 @@ def stream_attention_forward(
         sink_H=s_aux,
     )
     return out_BHLD.transpose(1, 2).contiguous(), None
+
+
+def _check_explicit(chunk: Chunk) -> None:
+    """Raise unless there is a mask: stock attention that is not causal sees all keys where it is given none."""
+    mask = chunk.mask
+    if not isinstance(chunk, LoneTokens) and (not isinstance(mask, CausalMask) or mask.blocks is None):
+        raise SeamError(
+            "its attention is not causal, and no argument says which tokens see each other both ways (PaliGemma's processor "
+            "makes token_type_ids when it is given suffix=, the answers)"
+        )
 
 
 # By id: what a configuration said before, and how many calls have set it to "streamgrad". Models that are made of one share it,
@@ -103,6 +118,11 @@ def streamed_attention_in(configs: Sequence[Any]) -> Iterator[None]:
                     config._attn_implementation_internal = before
 
 
+def attention_name(config: Any) -> str | None:
+    """Return which attention a model has, also while streamed attention is in its place."""
+    return _replaced.get(id(config), (getattr(config, "_attn_implementation", None), 0))[0]
+
+
 # --- Masks ----------------------------------------------------------------------------------------------------------------
 
 
@@ -113,50 +133,82 @@ def stream_mask(
     q_offset: int = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | CausalMask | None = None,
     use_vmap: bool = False,
+    config: Any = None,
     **kwargs: Any,
 ) -> CausalMask:
-    """Return the mask for the arguments of `masking_utils.sdpa_mask`, without a (T x T) tensor; raise if it is not causal."""
+    """Return the mask for the arguments of `masking_utils.sdpa_mask`, without a (T x T) tensor.
+
+    Raise unless it is causal but for blocks of tokens that see each other both ways.
+    """
+    if isinstance(attention_mask, CausalMask):  # made outside of the decoder
+        return attention_mask
     if q_length != kv_length or q_offset or kv_offset:
         raise ValueError(
             f"{q_length} queries see {kv_length} keys: the attention mask or a key/value cache covers tokens that are not in "
             "this call, and gradients through those cannot be streamed. Pass a mask of the input's length and no cache."
         )
-    if use_vmap:
-        raise SeamError("it overlays a custom mask function, which may let tokens see later ones")
     leaves = list(_conjuncts(mask_function))
-    if causal_mask_function not in leaves:
+    # The functions of `masking_utils` itself take tensors of indices; others may need vmap.
+    if use_vmap and any(leaf.__module__ != masking_utils.__name__ for leaf in leaves):
+        raise SeamError("it overlays a custom mask function, which may let tokens see later ones")
+    if causal_mask_function not in leaves or sum(_kind(leaf) == _BLOCKS for leaf in leaves) > 1:
         names = ", ".join(leaf.__qualname__ for leaf in leaves)
         raise SeamError(f"its attention mask ({names}) is not causal")
     window: int | None = None
     documents_BT: Tensor | None = None
+    ids_BT: Tensor | None = None
     has_other_rule = False
     for leaf in leaves:
-        kind = leaf.__qualname__.split(".")[0]
+        kind = _kind(leaf)
         if kind == "sliding_window_overlay":
             size = _closure(leaf)["sliding_window"]
             window = size if window is None else min(window, size)
         elif kind == "packed_sequence_mask_function" and documents_BT is None:
             documents_BT = _closure(leaf)["packed_sequence_mask"]
+        elif kind == _BLOCKS:
+            ids_BT = _closure(leaf)["block_sequence_ids"]
         elif leaf is not causal_mask_function:
             has_other_rule = True
     padding_BT = attention_mask.bool() if attention_mask is not None else None
     rule = None if leaves == [causal_mask_function] else mask_function
-    return CausalMask(rule, padding_BT, window, documents_BT, has_other_rule, batch_size)
+    blocks = None if ids_BT is None else _blocks(ids_BT, padding_BT, config)
+    return CausalMask(rule, padding_BT, window, documents_BT, has_other_rule, batch_size, blocks, q_length)
 
 
 AttentionInterface.register(IMPLEMENTATION, stream_attention_forward)
 AttentionMaskInterface.register(IMPLEMENTATION, stream_mask)
 
 
+def _kind(mask_function: Callable[..., Any]) -> str:
+    """Return the name of the function of `masking_utils` that made it."""
+    return mask_function.__qualname__.split(".")[0]
+
+
 def _conjuncts(mask_function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """Yield the leaves of a mask that is an AND of leaves. An OR counts as one leaf, since it may not be causal."""
-    if mask_function.__qualname__.split(".")[0] == "and_masks":
-        for part in _closure(mask_function)["mask_functions"]:
+    """Yield the leaves of a mask that is an AND of leaves, and those of blocks that are added to one by OR.
+
+    Any other OR counts as one leaf, since it may not be causal, and so does an AND that restricts attention to blocks.
+    """
+    kind = _kind(mask_function)
+    parts = _closure(mask_function)["mask_functions"] if kind in ("and_masks", "or_masks") else ()
+    others = sum(_kind(part) != _BLOCKS for part in parts)
+    if others == {"and_masks": len(parts), "or_masks": 1}.get(kind):
+        for part in parts:
             yield from _conjuncts(part)
     else:
         yield mask_function
+
+
+def _blocks(ids_BT: Tensor, padding_BT: Tensor | None, config: Any) -> Blocks:
+    name = attention_name(config)
+    if name is not None and "flash" in name:
+        raise ValueError(
+            f"tokens of an image see each other both ways, and {name}, which this model has, cannot do so and would hide later "
+            "ones from them. Call model.set_attn_implementation('sdpa'); streaming then takes the fastest kernel by itself."
+        )
+    return Blocks(ids_BT, padding_BT)
 
 
 def _closure(function: Callable[..., Any]) -> dict[str, Any]:
@@ -217,7 +269,7 @@ def with_documents(mask: CausalMask, cu_seq_lens: Tensor, length: int) -> Causal
         same = documents_BT[first, query] == documents_BT[first, key]
         return same if mask.rule is None else same & mask.rule(batch, head, query, key)
 
-    return CausalMask(rule, mask.padding_BT, mask.window, documents_BT, mask.has_other_rule, mask.batch)
+    return CausalMask(rule, mask.padding_BT, mask.window, documents_BT, mask.has_other_rule, mask.batch, mask.blocks, length)
 
 
 @contextmanager

@@ -174,7 +174,7 @@ class Slices(WholeSequences):
     def mask(self, mask: CausalMask | DenseMask) -> CausalMask:
         """Return `mask` with the padding of the whole sequence, to which its window and documents refer already."""
         assert isinstance(mask, CausalMask)
-        if mask.has_other_rule:
+        if mask.has_other_rule or mask.blocks is not None:
             raise SeamError("its attention mask has a rule besides windows and documents, and ranks share its sequences")
         return CausalMask(mask.rule, self.padding_BT, mask.window, mask.documents_BT, batch=mask.batch)
 
