@@ -23,9 +23,9 @@ __all__ = [
     "is_enabled",
     "linear_cross_entropy",
     "linear_divergence",
-    "share_prefixes",
     "linear_topk",
     "linear_topk_divergence",
+    "share_prefixes",
     "token_logprobs",
 ]
 

@@ -59,9 +59,19 @@ def test_family_is_streamed_exactly_or_refused(family):
         assert streamed == (family in STREAMED and (family not in STREAMED_SINCE_5_22 or LAYERS_TAKE_STATES_UP))
 
 
-def test_gemma_4_without_embeddings_for_each_layer_is_streamed():
-    """As its larger models are; those with them (E2B, E4B) are refused."""
-    model = small_model("gemma4_text", hidden_size_per_layer_input=0)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True},
+        {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+         "use_double_wide_mlp": True},
+        {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
+    ],
+    ids=["as its larger models", "layers that share keys", "experts"],
+)  # fmt: skip
+def test_gemma_4_is_streamed(options):
+    """With a vector per token and layer (E2B, E4B) and without, and with layers that attend to the keys of earlier ones."""
+    model = small_model("gemma4_text", **options)
     with no_float32():
         assert is_streamed(model)
 

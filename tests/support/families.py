@@ -116,17 +116,17 @@ SKIPPED = {
 }
 
 STREAMED = {
-    "afmoe", "apertus", "arcee", "aria_text", "axk1", "bailing_hybrid", "biogpt", "bitnet", "cohere", "cohere2", "cohere2_moe",
-    "cohere_compass_text", "ctrl", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "dots1", "emu3", "ernie4_5", "ernie4_5_moe",
-    "exaone4", "exaone_moe", "flex_olmo", "flint", "fuyu", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4_unified_text",
-    "glm", "glm4", "glm4_moe", "glm4_moe_lite", "got_ocr2", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "granite",
-    "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense",
-    "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "jetmoe", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe",
-    "llama", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "moshi",
-    "moss_transcribe_diarize", "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "persimmon",
-    "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text",
-    "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma",
-    "youtu",
+    "afmoe", "apertus", "arcee", "aria_text", "axk1", "bailing_hybrid", "biogpt", "bitnet", "cohere", "cohere2",
+    "cohere2_moe", "cohere_compass_text", "ctrl", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "dots1", "emu3", "ernie4_5",
+    "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "flint", "fuyu", "gemma", "gemma2", "gemma3", "gemma3_text",
+    "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "got_ocr2",
+    "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa",
+    "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2",
+    "jetmoe", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "llama", "mellum", "mimo_v2_flash", "minicpm3",
+    "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "moshi", "moss_transcribe_diarize", "nanochat", "nemotron",
+    "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2",
+    "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss",
+    "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
 }  # fmt: skip
 
 # Layers of older transformers begin with a new state wherever they are given more than one token, and are refused.
@@ -136,22 +136,22 @@ STREAMED_SINCE_5_22 = {
 }  # fmt: skip
 
 REFUSED = {
-    "axk2", "bamba", "bart", "beam", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small",
-    "bloom", "blt", "camembert", "codegen", "cpmant", "data2vec-text", "deepseek_v32", "deepseek_v4", "diffllama", "doge",
-    "electra", "ernie", "falcon", "falcon_h1", "falcon_mamba", "gemma3n_text", "gemma4", "gemma4_text", "gemma4_unified", "git",
-    "glm_moe_dsa", "gpt_neo", "gpt_neox_japanese", "gptj", "hrm_text", "hy_v4", "inkling_text", "jamba", "llama4",
-    "llama4_text", "longcat_flash", "mamba", "mamba2", "marian", "mbart", "megatron-bert", "minimax", "minimax_m3_vl_text",
-    "mllama", "modernbert-decoder", "mpt", "mvp", "nemotron_h", "openai-gpt", "pegasus", "plbart", "prophetnet", "qwen4_exp",
+    "axk2", "bamba", "bart", "beam", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot",
+    "blenderbot-small", "bloom", "blt", "camembert", "codegen", "cpmant", "data2vec-text", "deepseek_v32", "deepseek_v4",
+    "diffllama", "doge", "electra", "ernie", "falcon", "falcon_h1", "falcon_mamba", "gemma3n_text", "git", "glm_moe_dsa",
+    "gpt_neo", "gpt_neox_japanese", "gptj", "hrm_text", "hy_v4", "inkling_text", "jamba", "llama4", "llama4_text",
+    "longcat_flash", "mamba", "mamba2", "marian", "mbart", "megatron-bert", "minimax", "minimax_m3_vl_text", "mllama",
+    "modernbert-decoder", "mpt", "mvp", "nemotron_h", "openai-gpt", "pegasus", "plbart", "prophetnet", "qwen4_exp",
     "qwen4_exp_text", "recurrent_gemma", "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer",
     "rwkv", "trocr", "whisper", "xglm", "xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xlstm", "xmod", "zamba", "zamba2",
     "zaya",
 }  # fmt: skip
 
 
-def small_options(defaults: PreTrainedConfig, changes: dict) -> dict:
-    """What to pass to `type(defaults)` for a tiny model that draws no random numbers."""
+def small_options(defaults: PreTrainedConfig, changes: dict, beside: dict | None = None) -> dict:
+    """What to pass to `type(defaults)` for a tiny model that draws no random numbers; `beside` adds to `SHAPE`."""
     names = {*defaults.to_dict(), *type(defaults).attribute_map}
-    options = {name: value for name, value in SHAPE.items() if name in names}
+    options = {name: value for name, value in (SHAPE | (beside or {})).items() if name in names}
     for name, value in defaults.to_dict().items():
         if isinstance(value, float) and ("drop" in name or "jitter" in name):
             options[name] = 0.0
@@ -162,7 +162,7 @@ def small_options(defaults: PreTrainedConfig, changes: dict) -> dict:
     for name in type(defaults).sub_configs:
         part = getattr(defaults, name, None)
         if isinstance(part, PreTrainedConfig):
-            options[name] = small_options(part, options.get(name, {}))
+            options[name] = small_options(part, options.get(name, {}), beside)
             if part.model_type:
                 options[name]["model_type"] = part.model_type
     return options

@@ -10,7 +10,7 @@ Shapes: B batch, H query heads, G key/value heads, T sequence, L chunk, D head s
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,10 +125,14 @@ class Attended:
 class LayerChunk:
     """The interface of chunks of every kind of layer: the tensors beside hidden states that gradients flow through.
 
-    `recorded` holds the layer's other outputs by token, (B, L, ...), such as the logits of a router.
+    `recorded` holds the layer's other outputs by token, (B, L, ...), such as the logits of a router, and `token_inputs` what
+    stands in backward for its inputs by token beside hidden states. `shared_keys` are keys and values, by name, that the layer
+    attends to in place of its own, or leaves for others.
     """
 
     recorded: list[Tensor]
+    token_inputs: list[Tensor] | None = None
+    shared_keys: MutableMapping[str, Any] | None = None
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -206,7 +210,7 @@ class Chunk(LayerChunk):
 
     def check_finished(self) -> None:
         """Raise for a layer that went around either seam: it mixed tokens in a way the stream does not know."""
-        if self.cached is None:
+        if self.cached is None and not self.shared_keys:
             raise SeamError("its layer never called past_key_values.update(key, value, layer_idx)")
         if self.attention_calls != 1:
             raise SeamError(f"its layer called the registered attention function {self.attention_calls} times instead of once")

@@ -8,7 +8,7 @@ made those keys is reached, every later chunk has already deposited its share, s
 gradient and flows on into the projections in that one pass. No full-length graph ever exists.
 
 Known limits: a layer may mix tokens only through keys and values (anything else raises `SeamError` or is refused when the
-model is enabled), and only its hidden states and its own parameters receive gradients.
+model is enabled), and only its hidden states, its `token_inputs` and its own parameters receive gradients.
 
 Shapes: B batch, T sequence, L chunk, E model width.
 """
@@ -57,6 +57,7 @@ class StreamedCall:
     policy: LayerPolicy
     host_store: HostStore
     uncut: Sequence[tuple[int, int]] = ()  # inside of which tokens see later ones
+    token_inputs: Sequence[Tensor] = ()  # beside hidden states, (B, T, ...) each; `run` cuts them, or takes `chunk.token_inputs`
     sharing: SequenceSharing = ALONE
     adapters: AdapterFacts = NO_ADAPTERS
     forward: Hashable = None  # tells the layer's own forward from another one
@@ -88,14 +89,15 @@ class StreamedCall:
         if torch.is_grad_enabled() and self.policy.keep == "all":
             return self._with_ordinary_graph(h_BTE)
         parameters = trainable_parameters(self.layer) if torch.is_grad_enabled() else []
-        if not torch.is_grad_enabled() or not (h_BTE.requires_grad or parameters):
+        if not torch.is_grad_enabled() or not (parameters or any(tensor.requires_grad for tensor in (h_BTE, *self.token_inputs))):
             # Without no_grad: a layer that reads a foreign parameter makes a graph here, and `check_leaves` then refuses it.
             return tuple(_forward(self, h_BTE, self.random_tape(h_BTE), None, None)[0])
-        return _StreamedLayer.apply(self, h_BTE, *parameters)
+        return _StreamedLayer.apply(self, h_BTE, *self.token_inputs, *parameters)
 
     def _with_ordinary_graph(self, h_BTE: Tensor) -> tuple[Tensor, ...]:
         """Run the sequence as one chunk whose graph autograd keeps, so that nothing is run again."""
         chunk = self.chunk((0, h_BTE.shape[1]), self.new_stream(h_BTE.shape[1]))
+        chunk.token_inputs = list(self.token_inputs)
         out_BTE = self.run(h_BTE, chunk)
         chunk.check_finished()
         chunk.release()
@@ -169,7 +171,8 @@ class _StreamedLayer(torch.autograd.Function):
     """Computes `layer(h)` and what its chunks record; trainable parameters are inputs, so that each gets one gradient, once."""
 
     @staticmethod
-    def forward(ctx: Any, call: StreamedCall, h_BTE: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: StreamedCall, h_BTE: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        parameters = tensors[len(call.token_inputs) :]
         ctx.call, ctx.parameters = call, parameters
         ctx.set_materialize_grads(False)
         ctx.autocast, ctx.tape = Autocast(h_BTE.device.type), call.random_tape(h_BTE)
@@ -192,6 +195,7 @@ class _StreamedLayer(torch.autograd.Function):
         chunks = list(enumerate(call.spans(ctx.h_shape[1])))
         accumulators = GradAccumulators(ctx.parameters, summed=len(chunks) > 1)
         dh_BTE: Tensor | None = None
+        token_inputs = TokenInputGradients(call.token_inputs, ctx.needs_input_grad[2:])
         with call.in_use.claimed(call.name), accumulators.installed_in(call.layer):
             with ctx.autocast.restored():
                 stream = _restore_stream(call, ctx.tape, reader, ctx.h_shape[1])
@@ -199,12 +203,13 @@ class _StreamedLayer(torch.autograd.Function):
                 h_BLE, attended = reader.chunk(index)
                 h_BLE.requires_grad_(ctx.needs_input_grad[1])
                 chunk = call.chunk((start, stop), stream, in_backward=True, kept=attended)
+                leaves = chunk.token_inputs = token_inputs.leaves(start, stop)
                 with torch.enable_grad(), ctx.autocast.restored(), ctx.tape.replaying(index):
                     out_BLE = call.run(h_BLE, chunk)
                 chunk.release()
                 guard.note_again(index, out_BLE)
                 if index == len(chunks) - 1:
-                    check_leaves(out_BLE, [h_BLE, *accumulators.tensors, *chunk.inputs], call.name)
+                    check_leaves(out_BLE, [h_BLE, *accumulators.tensors, *chunk.inputs, *leaves], call.name)
                 # No output is left if the layer does not use its only trainable parameter.
                 made = zip([out_BLE, *chunk.recorded], gradients_BT, strict=True)
                 outputs = [(output, whole[:, start:stop]) for output, whole in made if whole is not None]
@@ -213,6 +218,7 @@ class _StreamedLayer(torch.autograd.Function):
                 if outputs:
                     torch.autograd.backward([output for output, _ in outputs], [gradient for _, gradient in outputs])
                 chunk.settle()
+                token_inputs.note(start, stop)
                 if ctx.needs_input_grad[1] and (h_BLE.grad is not None or gradients_BT[0] is not None):
                     if len(chunks) == 1:
                         dh_BTE = gradient_of_input(h_BLE, call.layer)
@@ -222,13 +228,39 @@ class _StreamedLayer(torch.autograd.Function):
                             dh_BTE = new(ctx.h_shape) if dh_BTE is None else dh_BTE
                         dh_BTE[:, start:stop] = gradient_of_input(h_BLE, call.layer)
                 # Free them and their gradients before the next chunk runs.
-                del h_BLE, attended, chunk, out_BLE, made, outputs
+                del h_BLE, attended, chunk, leaves, out_BLE, made, outputs
         guard.check_outcome_later(in_16_bits=ctx.autocast.enabled or ctx.h_dtype.itemsize == 2)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             # A program may hold on to its last loss, and through it to this node.
             ctx.kept.release()
             ctx.call = ctx.guard = None
-        return None, dh_BTE, *accumulators.take_gradients()
+        return None, dh_BTE, *token_inputs.gradients, *accumulators.take_gradients()
+
+
+class TokenInputGradients:
+    """The gradients of a layer's inputs by token, collected chunk by chunk; None for one that no chunk uses."""
+
+    def __init__(self, inputs: Sequence[Tensor], needed: Sequence[bool]) -> None:
+        self._inputs = [tensor.detach() for tensor in inputs]
+        self._needed = needed[: len(inputs)]
+        self._leaves: list[Tensor] = []
+        self.gradients: list[Tensor | None] = [None] * len(inputs)
+
+    def leaves(self, start: int, stop: int) -> list[Tensor]:
+        """Return the inputs of a chunk, as leaves of the chunk's graph."""
+        parts = zip(self._inputs, self._needed, strict=True)
+        self._leaves = [tensor[:, start:stop].detach().requires_grad_(needed) for tensor, needed in parts]
+        return self._leaves
+
+    def note(self, start: int, stop: int) -> None:
+        """Take the gradients of the leaves, once backward has gone through the chunk."""
+        for index, leaf in enumerate(self._leaves):
+            if leaf.grad is not None:
+                whole = self.gradients[index]
+                whole = torch.zeros_like(self._inputs[index]) if whole is None else whole
+                whole[:, start:stop] = leaf.grad
+                self.gradients[index] = whole
+        self._leaves = []
 
 
 @labelled("activations")

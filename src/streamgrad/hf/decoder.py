@@ -274,6 +274,8 @@ class _DecoderCall:
                 raise SeamError(reason)
             h_BTE, arguments = LayerArguments.bind(self.forwards[index], args, kwargs)
             recorder, recurrent = Recorder(), is_recurrent(modules)
+            if arguments.token_inputs.tensors and self.sequences.sharing.ranks > 1:
+                raise SeamError("its layers take inputs by token beside hidden states, and ranks share its sequences")
             run = self._run(modules, arguments, recorder)
             if recurrent:
                 _refuse_for_recurrent_layers(arguments, self.sequences)
@@ -291,6 +293,7 @@ class _DecoderCall:
                 policy=self.plan.policies[index],
                 host_store=self.stream.host_store,
                 uncut=() if mask is None else mask.uncut,
+                token_inputs=arguments.token_inputs.tensors,
                 sharing=self.sequences.sharing,
                 adapters=PEFT_ADAPTERS,
                 forward=id(getattr(self.forwards[index], "__func__", self.forwards[index])),
@@ -299,7 +302,7 @@ class _DecoderCall:
                 on_shortage=self.stream.planner.note_shortage,
             )
             out_BTE, *recorded = call(h_BTE)
-            recorder.hand_over(map(self.sequences.sharing.whole, recorded))
+            recorder.hand_over(map(self.sequences.sharing.whole, arguments.token_inputs.hand_over(recorded)))
             return (out_BTE,) if arguments.returns_tuple else out_BTE
 
         return streamed
@@ -309,7 +312,9 @@ class _DecoderCall:
 
         def run(h_BLE: Tensor, chunk: Any) -> Tensor:
             with streamed_attention_in(configs), fusion.installed(), never_packed(modules), recorder.collecting(h_BLE, chunk):
-                return arguments.run(h_BLE, chunk)
+                out_BLE = arguments.run(h_BLE, chunk)
+            arguments.token_inputs.note(chunk, h_BLE.shape[1])
+            return out_BLE
 
         return run
 

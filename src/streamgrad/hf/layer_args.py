@@ -12,13 +12,17 @@ from torch import Tensor
 from streamgrad.engine.kv_chunk import Chunk, SeamError
 from streamgrad.engine.recurrent_chunk import RecurrentChunk
 from streamgrad.hf.patching import named_arguments, signature_of
+from streamgrad.hf.token_inputs import TokenInputs
 
 CACHE_NAMES = ("past_key_values", "layer_past", "past_key_value", "cache_params")
 
 # The axis of each per-token argument that runs over the sequence.
 _TOKEN_AXIS = {"position_ids": -1, "position_embeddings": -2, "cache_position": 0, "seq_idx": -1, "attention_mask": -1}
 # Arguments about the whole batch, which are passed uncut.
-_WHOLE = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch", "ignore_index", "shift_labels"}
+_WHOLE = {
+    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch", "ignore_index", "labels",
+    "shift_labels",
+}  # fmt: skip
 
 
 @dataclass
@@ -32,6 +36,7 @@ class LayerArguments:
     attention_mask: Any
     others: dict[str, Any]
     cache_name: str
+    token_inputs: TokenInputs
     returns_tuple: bool = False
 
     @classmethod
@@ -48,13 +53,15 @@ class LayerArguments:
         attention_mask = values.pop("attention_mask", None)
         values.pop(cache_name, None)
         values.pop("use_cache", None)
+        token_inputs = TokenInputs(values, hidden_states.shape)
         for name, value in values.items():
             _check_argument(name, value)
-        return hidden_states, cls(forward, attention_mask, values, cache_name)
+        return hidden_states, cls(forward, attention_mask, values, cache_name, token_inputs)
 
     def run(self, h_BLE: Tensor, chunk: Chunk | RecurrentChunk) -> Tensor:
         """Return the layer's hidden states for one chunk, taken out of the 1-tuple that some layers return."""
         others = {name: _cut(name, value, chunk.start, chunk.stop) for name, value in self.others.items()}
+        others |= self.token_inputs.arguments(chunk, chunk.start, chunk.stop)
         # Recurrent layers get the padding mask, (B, T), and set padded tokens to zero.
         mask: Any = chunk
         if isinstance(chunk, RecurrentChunk):

@@ -33,7 +33,7 @@ IMPLEMENTATION = "streamgrad"
 _CARRIED_BY_THE_MASK = {"sliding_window", "is_causal", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 _NOT_ABOUT_ATTENTION = {
     "position_ids", "position_embeddings", "cache_position", "use_cache", "output_hidden_states", "return_dict",
-    "num_items_in_batch", "ignore_index", "shift_labels",
+    "num_items_in_batch", "ignore_index", "labels", "shift_labels",
     "logits_to_keep", "past_key_values", "layer_past", "seq_idx", "output_router_logits",
 }  # fmt: skip
 

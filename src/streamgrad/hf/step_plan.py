@@ -137,7 +137,7 @@ class Planner:
                 kinds.append(self._measured(sample, backends, h_BTE, sharing))
             except torch.OutOfMemoryError:
                 raise
-            except RuntimeError as error:  # where layers of a kind are called with other arguments than the first
+            except (RuntimeError, KeyError) as error:  # where layers of a kind are called with other arguments than the first
                 if not kinds:
                     raise
                 logger.debug("streamgrad: %s is not measured: %s", type(sample.layer).__name__, error)
