@@ -18,6 +18,7 @@ PAGE = ROOT / "docs/compatibility.md"
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 import families as matrix  # noqa: E402
+import image_families as image_matrix  # noqa: E402
 import streamgrad  # noqa: E402
 from gradients import run_step  # noqa: E402
 from tiny import FAMILIES  # noqa: E402
@@ -26,7 +27,7 @@ from tiny import FAMILIES  # noqa: E402
 def page() -> str:
     by_reason: dict[str, list[str]] = {}
     for family in sorted(matrix.REFUSED):
-        by_reason.setdefault(refusal(family), []).append(family)
+        by_reason.setdefault(refusal(matrix.small_model(family)), []).append(family)
     refused = "\n".join(
         f"| {reason} | {names(families)} |" for reason, families in sorted(by_reason.items(), key=lambda item: -len(item[1]))
     )
@@ -51,6 +52,8 @@ backpropagation's in float64 ([tests/hf/test_all_families.py](../tests/hf/test_a
 
 Composite models (text with images or sound) were given text alone.
 
+{images()}
+
 ## Refused
 
 {len(matrix.REFUSED)} families. `streamgrad.enable`, or the first forward pass, raises a `ValueError` with this reason; nothing is
@@ -68,15 +71,36 @@ computed wrongly.
 """
 
 
+def images() -> str:
+    """The section on classes for text and images."""
+    by_reason: dict[str, list[str]] = {}
+    for family in sorted(image_matrix.REFUSED):
+        by_reason.setdefault(refusal(image_matrix.small_image_model(family)), []).append(family)
+    refused = "\n".join(f"| {reason} | {names(families)} |" for reason, families in sorted(by_reason.items()))
+    return f"""## Text with images
+
+Classes of `AutoModelForImageTextToText`. {len(image_matrix.WITH_IMAGES)} are streamed with images: loss and gradients, those of
+the vision tower and the projector included, equal plain backpropagation's in float64
+([tests/hf/test_images.py](../tests/hf/test_images.py), [tests/hf/test_image_families.py](../tests/hf/test_image_families.py)):
+{names(image_matrix.WITH_IMAGES)}.
+
+{len(image_matrix.TEXT_ALONE)} were given text alone, and are exact: {names(image_matrix.TEXT_ALONE)}.
+
+[Text with images](trainers.md#text-with-images) has a recipe, and [Limits](limits.md#images) what to know. Refused:
+
+| reason | families |
+|---|---|
+{refused}"""
+
+
 def names(families) -> str:
     return ", ".join(f"`{family}`" for family in sorted(families))
 
 
-def refusal(family: str) -> str:
+def refusal(model) -> str:
     """The library's reason, without the names of classes that would make every family's a reason of its own."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = matrix.small_model(family)
         try:
             streamgrad.enable(model, chunk_size=5, head_chunk_size=7)
             run_step(model, matrix.batches()[0])
@@ -85,7 +109,7 @@ def refusal(family: str) -> str:
             if not found:
                 raise
         else:
-            raise AssertionError(f"{family} is streamed, but tests/hf/test_all_families.py has it among the refused")
+            raise AssertionError(f"{type(model).__name__} is streamed, but tests/support has its family among the refused")
     reason = re.sub(r"\.( Call streamgrad.disable.*)?$", "", reason)
     return re.sub(r"^\w+, which get_decoder\(\) returns,", "what `get_decoder()` returns", reason)
 

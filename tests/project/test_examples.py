@@ -16,6 +16,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 # By script: what it prints, and how far it must come. tests/benchmarks/test_bench_linear.py runs linear_example.py.
 IMPROVES = {
     "sft.py": ("loss", lambda first, last: last < first - 0.4),
+    "sft_images.py": ("loss", lambda first, last: last < first - 0.4),
     "dpo.py": ("reward margin", lambda first, last: last > first + 0.5),
     "grpo.py": ("reward", lambda first, last: last > 0.2 > 0.1 > first),
     "transformers_trainer.py": ("loss", lambda first, last: last < 0.8 * first),
@@ -24,7 +25,8 @@ IMPROVES = {
 
 def run(script: str, monkeypatch, capsys) -> str:
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    monkeypatch.delitem(sys.modules, "toy", raising=False)
+    for module in ("toy", "toy_images"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     runpy.run_path(str(EXAMPLES / script), run_name="__main__")
     return capsys.readouterr().out
 

@@ -17,7 +17,7 @@ from tiny import VOCABULARY, WINDOW
 IMAGE, LENGTH, PADDING = VOCABULARY - 1, 29, 3
 SIDE, PATCH = 8, 2  # pixels of an image and of a patch
 
-_TEXT = {
+TEXT = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "attention_dropout": 0.0,
@@ -42,7 +42,7 @@ _GEMMA_4 = {"sliding_window": WINDOW, "global_head_dim": 8, "num_global_key_valu
 _GEMMA_4_TOWER = _TOWER | {"num_key_value_heads": 2, "head_dim": 8, "pooling_kernel_size": 2, "position_embedding_size": 16}
 _QWEN_3_5 = {"vision_config": _QWEN, "vision_start_token_id": 58}
 
-# By model type: what the configuration has beside `_TEXT` and the image token.
+# By model type: what the configuration has beside `TEXT` and the image token.
 FAMILIES: dict[str, dict] = {
     "qwen2_vl": {
         "text_config": _MULTIMODAL_ROPE, "vision_start_token_id": 58,
@@ -118,7 +118,7 @@ def image_model(family: str, *, seed: int = 0, **changes) -> PreTrainedModel:
     """A randomly initialised model in float64 and training mode; `changes` go into the configuration of its text."""
     torch.manual_seed(seed)
     parts = dict(FAMILIES[family])
-    parts["text_config"] = _TEXT | parts["text_config"] | changes
+    parts["text_config"] = TEXT | parts["text_config"] | changes
     kind = _VARIANTS.get(family, family)
     names = {"image_token_id": IMAGE, "image_token_index": IMAGE, "video_token_id": VOCABULARY + 1}
     known = {**(config := AutoConfig.for_model(kind)).to_dict(), **config.attribute_map}

@@ -110,9 +110,12 @@ def decoder_forward(decoder: Any, stock: Callable[..., Any], stream: DecoderStre
 
 def surrounding_forward(model: Any, stock: Callable[..., Any], config: StreamConfig, *args: Any, **kwargs: Any) -> Any:
     """Run a model that has the decoder as one of its parts; `enable` installs this as its forward."""
+    arguments = named_arguments(stock, args, kwargs)
+    if torch.is_grad_enabled() and arguments.get("use_cache") is None and "use_cache" in signature_of(stock).parameters:
+        arguments["use_cache"] = False  # else some pass their configuration's default on, as if it had been asked for
     try:
-        with masks_by_chunk(model, named_arguments(stock, args, kwargs)):
-            return stock(*args, **kwargs)
+        with masks_by_chunk(model, arguments):
+            return stock(**arguments)
     except SeamError as error:
         raise ValueError(f"{type(model).__name__} cannot be streamed: {error}.") from error
 
