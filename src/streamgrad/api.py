@@ -48,9 +48,10 @@ def enable(model: ModelT, config: StreamConfig | None = None, **options: Any) ->
     if head is not None and inner is not decoder and (current is None or InstalledForward.on(inner) is None):
         head_stream = HeadStream(settings, traced_logit_map(inner, decoder, head))
         InstalledForward(inner, causal_lm_forward, head_stream).install()
-    if current is None:
-        for part in surrounding_models(inner, decoder):
+    for part in surrounding_models(inner, decoder):
+        if InstalledForward.on(part) is None:
             InstalledForward(part, surrounding_forward, settings).install()
+    if current is None:
         InstalledForward(decoder, decoder_forward, DecoderStream(settings)).install()
     return model
 

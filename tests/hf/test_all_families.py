@@ -62,7 +62,7 @@ def test_family_is_streamed_exactly_or_refused(family):
 @pytest.mark.parametrize(
     "options",
     [
-        {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True},
+        {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "global_head_dim": 16},
         {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
          "use_double_wide_mlp": True},
         {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 
 import streamgrad
+from families import small_model
 from streamgrad.hf.shapes import shape_of
+from streamgrad.hf.small_copy import reduced_config
 from streamgrad.memory.costs import COMPONENTS
 from streamgrad.memory.fit import FILLED, FILLED_BESIDE_HOST
 from streamgrad.memory.seconds import Rates
@@ -205,3 +207,13 @@ def test_quantised_weights():
 def test_quantised_weights_are_not_trained():
     with pytest.raises(ValueError, match="quantization='nf4' is for method='lora'"):
         streamgrad.estimate("qwen3-8b", 1024, quantization="nf4")
+
+
+@pytest.mark.parametrize("options", [{}, {"head_dim": 8, "global_head_dim": 8, "num_kv_shared_layers": 1}])
+def test_a_model_whose_layers_differ_is_refused(options):
+    """Gemma 4, whose kinds of attention have heads of their own, and layers that share keys."""
+    config = small_model("gemma4_text", **options).config
+    with pytest.raises(ValueError, match="gemma4_text model cannot be planned for: its layers differ"):
+        streamgrad.estimate(config, 1000)
+    with pytest.raises(ValueError, match="gemma4_text model cannot be made small: its layers differ"):
+        reduced_config(config)

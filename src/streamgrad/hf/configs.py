@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import re
 import textwrap
@@ -122,10 +123,27 @@ def check_causal(config: PretrainedConfig) -> None:
     raise ValueError(f"a {config.model_type} model is not a causal language model: {reason}. Pass a decoder-only model.")
 
 
+def layer_configs(text: PretrainedConfig) -> list[PretrainedConfig]:
+    """Return the configurations of the layers where these differ (Gemma 4): `text` itself then refuses to be read."""
+    if not getattr(text, "is_heterogeneous", False):
+        return [text]
+    return [text.per_layer_config[index] for index in range(text.num_hidden_layers)]
+
+
+def check_alike(config: PretrainedConfig, doing: str) -> None:
+    """Raise where what one layer is does not tell what the others are, so that `doing` is not possible."""
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "is_heterogeneous", False) or getattr(text, "num_kv_shared_layers", 0):
+        raise ValueError(
+            f"a {config.model_type} model cannot be {doing}: its layers differ in their heads or attend to keys of other layers. "
+            "Training it is not affected."
+        )
+
+
 def check_sizes(config: PretrainedConfig) -> None:
     """Raise for sizes below 1: transformers builds some of these models, and what divides by their sizes fails later."""
-    text = config.get_text_config(decoder=True)
-    for name in _SIZES:
+    layers = layer_configs(config.get_text_config(decoder=True))
+    for name, text in itertools.product(_SIZES, layers):
         size = getattr(text, name, None)
         if isinstance(size, int) and size < 1:
             raise ValueError(

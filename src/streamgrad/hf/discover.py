@@ -21,6 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from streamgrad.engine.module_walk import modules_of
+from streamgrad.hf.configs import layer_configs
 from streamgrad.hf.deepspeed import has_zero3_hooks
 from streamgrad.hf.layer_args import CACHE_NAMES, cache_argument
 from streamgrad.hf.patching import own_forward
@@ -233,9 +234,10 @@ def _refusals(decoder: Any, layers: list[nn.Module], config: Any, *, makes_masks
     ):
         yield "its attention does not go through transformers' AttentionInterface"
     yield from foreign_attention(attention_configs(modules_of(decoder, but_for=layers)), layers[0])
-    heads, key_heads = (getattr(config, f"num_{name}_heads", None) for name in ("attention", "key_value"))
-    if isinstance(heads, int) and isinstance(key_heads, int) and (key_heads < 1 or heads % key_heads):
-        yield f"its {heads} query heads cannot share {key_heads} key/value heads evenly"
+    for layer_config in layer_configs(config):
+        heads, key_heads = (getattr(layer_config, f"num_{name}_heads", None) for name in ("attention", "key_value"))
+        if isinstance(heads, int) and isinstance(key_heads, int) and (key_heads < 1 or heads % key_heads):
+            yield f"its {heads} query heads cannot share {key_heads} key/value heads evenly"
     both_ways = makes_masks and getattr(config, "use_bidirectional_attention", None)
     if getattr(config, "is_causal", True) is False or both_ways:
         yield "its configuration asks for bidirectional attention"
@@ -251,7 +253,9 @@ def _looks_attention_up(layer: nn.Module) -> bool:
 
 
 def sliding_window(config: Any) -> int | None:
-    """Return the window of the model's sliding-attention layers, if it has any."""
+    """Return the window, or the narrowest one, of the model's sliding-attention layers, if it has any."""
     config = config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None)
-    return getattr(config, "sliding_window", None) if kinds is None or "sliding_attention" in kinds else None
+    windows = [getattr(each, "sliding_window", None) for each in layer_configs(config)]
+    found = [window for window in windows if window is not None]
+    return min(found, default=None) if kinds is None or "sliding_attention" in kinds else None

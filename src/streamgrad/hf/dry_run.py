@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from streamgrad.config import StreamConfig
 from streamgrad.engine.kv_chunk import Attended, Chunk, KeyValueStream
-from streamgrad.hf.configs import short_reason, with_layers
+from streamgrad.hf.configs import check_alike, short_reason, with_layers
 from streamgrad.hf.decoder import DecoderStream, decoder_forward
 from streamgrad.hf.discover import decoder_layers, find_decoder, has_recurrent_layers, sliding_window
 from streamgrad.hf.patching import InstalledForward
@@ -40,6 +40,7 @@ TOKENS = 512
 
 def model_shape(config: PretrainedConfig, *, dtype: torch.dtype = torch.bfloat16, lora_rank: int | None = None) -> ModelShape:
     """Return the shape of the causal language model that transformers builds from `config`, with the costs of its first layer."""
+    check_alike(config, "planned for")
     text = config.get_text_config(decoder=True)
     whole = meta_model(config, dtype=dtype)
     if has_recurrent_layers(find_decoder(whole)):  # which refuses what cannot be streamed

@@ -25,6 +25,7 @@ from streamgrad.attention.trees import Tree, TreeMask
 from streamgrad.config import KEEP_POLICIES
 from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.ulysses import ALONE, SequenceSharing, Ulysses
+from streamgrad.hf.configs import layer_configs
 from streamgrad.hf.deepspeed import ulysses_group
 from streamgrad.hf.discover import follows_length, sliding_window
 from streamgrad.hf.mask_checks import accept_blind_predictions
@@ -90,14 +91,14 @@ def with_whole_mask(model: Any, arguments: dict[str, Any]) -> dict[str, Any] | N
 
 def check_heads(config: Any, ranks: int) -> None:
     """Raise unless `ranks` divides the numbers of heads: ranks that share a sequence share its heads as well."""
-    config = config.get_text_config(decoder=True)
-    heads = config.num_attention_heads
-    groups = getattr(config, "num_key_value_heads", None) or heads
-    if heads % ranks or groups % ranks:
-        raise ValueError(
-            f"{heads} attention heads and {groups} key/value heads cannot be shared by {ranks} ranks: each rank needs an equal "
-            f"number of both. Choose a number of ranks that divides {heads} and {groups}."
-        )
+    for each in layer_configs(config.get_text_config(decoder=True)):
+        heads = each.num_attention_heads
+        groups = getattr(each, "num_key_value_heads", None) or heads
+        if heads % ranks or groups % ranks:
+            raise ValueError(
+                f"{heads} attention heads and {groups} key/value heads cannot be shared by {ranks} ranks: each rank needs an "
+                f"equal number of both. Choose a number of ranks that divides {heads} and {groups}."
+            )
 
 
 def _dtype_number(tensor: Tensor | None) -> int:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from streamgrad.hf.configs import check_alike
+
 _HEAD_SIZE, _KEY_HEADS, _MOST_LAYERS = 16, 2, 4
 
 # The largest sizes of a small copy, where its configuration has these names.
@@ -25,6 +27,7 @@ _SIZES = {
 
 def reduced_config(config: PretrainedConfig) -> PretrainedConfig:
     """Return a copy of `config` with small sizes. A composite model keeps its class, and its text part is reduced."""
+    check_alike(config, "made small")
     config = copy.deepcopy(config)
     text = config.get_text_config(decoder=True)
     _reduce_heads(text)
