@@ -209,8 +209,8 @@ def test_keys_that_depend_on_their_place_in_a_chunk_are_refused():
 @pytest.mark.parametrize("extra", [torch.zeros(1, 9, 24), torch.zeros(3)])
 def test_a_layer_argument_that_cannot_be_cut_is_refused(extra):
     model = streamgrad.enable(tiny_model("llama"), chunk_size=4)
-    with pytest.raises(ValueError, match="its layers take per_layer_input of shape"):
-        model.model(input_ids=tokens(1, 9), per_layer_input=extra)
+    with pytest.raises(ValueError, match="its layers take other_states of shape"):
+        model.model(input_ids=tokens(1, 9), other_states=extra)
 
 
 def test_a_layer_argument_that_needs_a_gradient_is_refused():
