@@ -154,8 +154,9 @@ def traced_logit_map(model: PreTrainedModel, decoder: nn.Module, head: nn.Module
             probe._modules[name] = _Stub(LogitsPlaceholder(torch.zeros(())))
         elif path is not None:
             probe._modules[name] = stub = _Stub(_AnyOutput(last_hidden_state=hidden))
-            plain = {name: value for name, value in vars(child).items() if name not in {*vars(stub), "forward", "_streamgrad"}}
-            stub.__dict__.update(plain)  # which some forwards read (rope_deltas)
+            # Some forwards read attributes of it (rope_deltas). Those of nn.Module stay the stub's.
+            kept = [name for name in vars(child) if not name.startswith("_") and name not in {*vars(stub), "forward"}]
+            stub.__dict__.update({name: vars(child)[name] for name in kept})
             stub.__dict__.update(dict.fromkeys(path.split("."), stub))  # some forwards call model.decoder, others model
     recorded: list[Any] = []
 
