@@ -88,6 +88,8 @@ class Tree:
 class TreeMask:
     """The mask of a row that is a tree, with a sliding window over what each token would see in a row of its own."""
 
+    uncut = ()  # as it is causal
+
     def __init__(self, tree: Tree, window: int | None = None) -> None:
         self.tree, self.window = tree, window
         self._parts: dict[Interval, list[Part]] = {}

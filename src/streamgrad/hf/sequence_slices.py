@@ -123,7 +123,7 @@ class WholeSequences:
         """Return the mask of the whole sequence, given the one made for the tokens of this process."""
         if self.tree is None:
             return mask
-        if not isinstance(mask, CausalMask) or mask.has_other_rule or mask.padding_BT is not None:
+        if not isinstance(mask, CausalMask) or mask.has_other_rule or mask.padding_BT is not None or mask.blocks:
             raise SeamError("its sequences share their beginnings, and its mask has other rules than causality and a window")
         return TreeMask(self.tree, mask.window)
 
