@@ -91,6 +91,51 @@ def bench_shared_prompts(
         Console().print(f"{record.objective}  {shape_text:>28}  {record.method:>9}: {measured}", highlight=False)
 
 
+@app.command("families")
+def bench_families(
+    case: Annotated[str, typer.Argument(help="experts, images, qlora-8b or qlora-32b.")],
+    seq_len: Annotated[str, typer.Option(help="Tokens of the sequence; several lengths, such as 4096,32768.")] = "4096,16384",
+    method: Annotated[list[str] | None, typer.Option(help="streamgrad or checkpointing.", show_default="both")] = None,
+    limit: Annotated[str | None, typer.Option(help="Device memory of the process, such as 24GiB.", show_default="all")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model.", show_default="all")] = None,
+    device: Annotated[Device | None, typer.Option(help="Where to run.", show_default="cuda if there is one, else cpu")] = None,
+    runs: Annotated[int, typer.Option(min=1, help="Timed steps after the warm-up; the median counts.")] = 3,
+    out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = RESULTS / "families.jsonl",
+) -> None:
+    """Measure a step of experts with their balance loss, of text with images, or of quantised weights with adapters.
+
+    **Examples**
+
+    `python -m benchmarks families experts --seq-len 8192,32768`
+
+    `python -m benchmarks families qlora-8b --seq-len 4096,32768 --limit 24GiB`
+    """
+    import sys
+
+    import torch
+
+    from benchmarks.families import CASES, METHODS, measure_family
+    from benchmarks.records import append_records
+    from streamgrad.config import parse_bytes
+
+    for name, given, choices in (("case", [case], CASES), ("--method", method or [], METHODS)):
+        for value in given:
+            if value not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}.")
+    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    records = measure_family(
+        case=case, lengths=[int(length) for length in seq_len.split(",")], methods=method or METHODS, layers=layers, runs=runs,
+        limit_bytes=None if limit is None else parse_bytes(limit), device=chosen,
+        command=" ".join(["python -m benchmarks", *sys.argv[1:]]),
+    )  # fmt: skip
+    append_records(out, records)
+    for record in records:
+        measured = record.error or f"{record.step_ms:,.0f} ms, {(record.peak_bytes or 0) / 1e9:.1f} GB"
+        Console().print(
+            f"{record.case}  {record.seq_len:>7} tokens  {record.method:>13}: {measured}  {record.plan}", highlight=False
+        )
+
+
 @app.command("head")
 def bench_head(
     tokens: Annotated[int | None, typer.Option(min=1, help="Rows of hidden states.", show_default="8192; 512 on a CPU")] = None,

@@ -1,0 +1,206 @@
+"""Measures a step of models that the paper has none of: experts with their balance loss, images, quantised weights.
+
+A step is forward and backward on one sequence, beside transformers' own checkpointing, under one limit of memory for both.
+Weights are random and nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+import streamgrad
+from benchmarks.records import versions
+from streamgrad.cli.bench_run import device_name, median_ms
+from streamgrad.engine.shortage import is_out_of_memory
+from streamgrad.hf.configs import preset_config, with_layers
+from streamgrad.hf.patching import InstalledForward
+from streamgrad.memory.live_bytes import peak_bytes_of
+
+METHODS = ("streamgrad", "checkpointing")
+_PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilyRecord:
+    """Records one method at one length; measurements are None where `error` says why. `limit_bytes` is the memory allowed."""
+
+    benchmark: str = "families"
+    case: str
+    method: str
+    seq_len: int
+    layers: int
+    step_ms: float | None
+    peak_bytes: int | None
+    limit_bytes: int | None
+    plan: str
+    error: str | None
+    device: str
+    versions: dict[str, str]
+    command: str
+
+
+Case = tuple[Any, Callable[[int], dict[str, Any]]]  # a model, and what it is called with at a length
+
+
+def experts(layers: int | None, device: torch.device) -> Case:
+    """Qwen3-30B-A3B with adapters of rank 16 on attention, and the balance loss of its routers."""
+    config = _with_layers(preset_config("qwen3-30b-a3b"), layers)
+    config.output_router_logits = True
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return _adapted(model, _PROJECTIONS[:4]), lambda tokens: _text(tokens, config.vocab_size, device)
+
+
+def images(layers: int | None, device: torch.device) -> Case:
+    """Qwen3-VL-8B's shape, all of it trained: a quarter of the tokens are of images of 256 tokens each."""
+    config = AutoConfig.for_model("qwen3_vl")
+    text = config.text_config
+    sizes = {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": layers or 36, "num_attention_heads": 32,
+             "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936}  # fmt: skip
+    for name, value in sizes.items():
+        setattr(text, name, value)
+    config.vision_config.out_hidden_size = text.hidden_size
+    with device:
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+
+    def batch(tokens: int) -> dict[str, Any]:
+        found = _text(tokens, 150_000, device)
+        side, patch = 32, config.vision_config.patch_size
+        count = max(1, tokens // 4 // 256)
+        for index in range(count):
+            start = 16 + index * (tokens // count)
+            found["input_ids"][0, start : start + 256] = config.image_token_id
+        found["labels"] = found["input_ids"].masked_fill(found["input_ids"] == config.image_token_id, -100)
+        width = 3 * config.vision_config.temporal_patch_size * patch * patch
+        found["pixel_values"] = torch.randn(count * side * side, width, dtype=torch.bfloat16, device=device)
+        found["image_grid_thw"] = torch.tensor([[1, side, side]] * count, device=device)
+        found["mm_token_type_ids"] = (found["input_ids"] == config.image_token_id).long()
+        return found
+
+    return model.train(), batch
+
+
+def quantised(preset: str) -> Callable[[int | None, torch.device], Case]:
+    """Return the case of a preset in nf4 with adapters of rank 16; one weight at a time is whole."""
+
+    def case(layers: int | None, device: torch.device) -> Case:
+        library = importlib.import_module("bitsandbytes")
+        config = _with_layers(preset_config(preset), layers)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+        packed = [(parent, name, child) for layer in model.model.layers for parent in layer.modules()
+                  for name, child in parent.named_children() if isinstance(child, nn.Linear)]  # fmt: skip
+        for parent, name, child in packed:
+            options = {"compute_dtype": torch.bfloat16, "compress_statistics": False, "quant_type": "nf4"}
+            with torch.device("meta"):
+                made = library.nn.Linear4bit(child.in_features, child.out_features, bias=False, **options)
+            weight = torch.randn(child.weight.shape, device=device, dtype=torch.bfloat16) * child.in_features**-0.5
+            made.weight = library.nn.Params4bit(weight, requires_grad=False, compress_statistics=False, quant_type="nf4").to(
+                device
+            )
+            setattr(parent, name, made)
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.is_meta:
+                    values = torch.ones if parameter.ndim == 1 else torch.randn
+                    scaled = values(parameter.shape, device=device) * (1.0 if parameter.ndim == 1 else 0.02)
+                    module._parameters[name] = nn.Parameter(scaled.bfloat16(), requires_grad=False)
+        model.is_loaded_in_4bit = True
+        return _adapted(model, _PROJECTIONS), lambda tokens: _text(tokens, config.vocab_size, device)
+
+    return case
+
+
+CASES: dict[str, Callable[[int | None, torch.device], Case]] = {
+    "experts": experts,
+    "images": images,
+    "qlora-8b": quantised("qwen3-8b"),
+    "qlora-32b": quantised("qwen3-32b"),
+}
+
+
+def measure_family(
+    *, case: str, lengths: Sequence[int], methods: Sequence[str], limit_bytes: int | None, layers: int | None, runs: int,
+    device: torch.device, command: str,
+) -> list[FamilyRecord]:  # fmt: skip
+    """Measure one case at several lengths by several methods."""
+    torch.manual_seed(0)
+    model, batch = CASES[case](layers, device)
+    if limit_bytes is not None:
+        torch.cuda.set_per_process_memory_fraction(limit_bytes / torch.cuda.get_device_properties(device).total_memory)
+    records = []
+    for tokens in lengths:
+        inputs = batch(tokens)
+        for method in methods:
+            streamgrad.enable(model) if method == "streamgrad" else model.gradient_checkpointing_enable()
+            step_ms, peak_bytes, error = _measured(model, inputs, runs, device)
+            installed = InstalledForward.on(_inner(model).get_decoder())
+            plan = "" if installed is None else str(installed.stream.planner.latest)
+            streamgrad.disable(model) if method == "streamgrad" else model.gradient_checkpointing_disable()
+            records.append(
+                FamilyRecord(
+                    case=case, method=method, seq_len=tokens, step_ms=step_ms, peak_bytes=peak_bytes, limit_bytes=limit_bytes,
+                    layers=_inner(model).config.get_text_config().num_hidden_layers, error=error, device=device_name(device),
+                    plan=plan, command=command,
+                    versions=versions("transformers", "peft", "bitsandbytes", "triton"),
+                )
+            )  # fmt: skip
+            _free(model, device)
+    return records
+
+
+def _measured(
+    model: nn.Module, inputs: dict[str, Any], runs: int, device: torch.device
+) -> tuple[float | None, int | None, str | None]:
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        model(**inputs).loss.backward()
+
+    try:
+        for _ in range(2 if device.type == "cuda" else 0):
+            step()  # what libraries set up at their first uses is no part of a step
+        peak_bytes = peak_bytes_of(step, device)[1]
+        held = sum(parameter.nbytes for parameter in model.parameters())
+        return median_ms(step, device, runs), peak_bytes + held, None
+    except (RuntimeError, MemoryError) as failure:
+        if not is_out_of_memory(failure):
+            raise
+    return None, None, "out of memory"
+
+
+def _inner(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _with_layers(config: Any, layers: int | None) -> Any:
+    return config if layers is None else with_layers(config, layers)
+
+
+def _adapted(model: Any, targets: list[str]) -> Any:
+    peft = importlib.import_module("peft")
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=16, lora_alpha=16, target_modules=targets), autocast_adapter_dtype=False
+    )
+    adapted.enable_input_require_grads()
+    return adapted.to(torch.bfloat16).train() if not getattr(model, "is_loaded_in_4bit", False) else adapted.train()
+
+
+def _text(tokens: int, vocabulary: int, device: torch.device) -> dict[str, Any]:
+    ids = torch.randint(vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0)).to(device)
+    return {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def _free(model: nn.Module, device: torch.device) -> None:
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
