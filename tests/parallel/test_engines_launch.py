@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine_worker import Reference
-from gradients import worst_gradient_error
+from gradients import more, worst_gradient_error
 from launching import CONFIGS, EXAMPLE, ON_CPU, ROOT, TORCHRUN, run, weights
 from tiny import VOCABULARY, tiny_model
 
@@ -55,9 +55,9 @@ def check_run(launcher: list, start: Path, plain: Reference, output: Path, says:
 @pytest.mark.parametrize(
     ("config", "engine"),
     [
-        ("ddp", "MULTI_CPU"),
+        pytest.param("ddp", "MULTI_CPU", marks=more),
         ("fsdp2", "FSDP"),
-        ("zero2", "DEEPSPEED"),
+        pytest.param("zero2", "DEEPSPEED", marks=more),
         ("zero3", "DEEPSPEED"),
     ],
 )

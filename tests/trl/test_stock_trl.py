@@ -22,7 +22,7 @@ from trl import (
 )
 
 import streamgrad
-from gradients import no_float32
+from gradients import more, no_float32
 from tiny import tiny_model
 from trainer_kinds import model_kind
 from trainers import history, judged, lora, pairs, prompts, reward, settings, texts, tokenizer, trl_on_full_logits
@@ -60,14 +60,20 @@ def assert_follows_stock(
         assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-11)
 
 
-@pytest.mark.parametrize("options", [{}, {"loss_type": "nll"}, {"packing": True, "max_length": 16}], ids=str)
-@pytest.mark.parametrize("method", ["full", "lora"])
+# Adapters take the same way through stock TRL; test_trl_losses.py compares them for every trainer.
+METHODS = ["full", pytest.param("lora", marks=more)]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"loss_type": "nll"}, marks=more), {"packing": True, "max_length": 16}], ids=str
+)
+@pytest.mark.parametrize("method", METHODS)
 def test_sft(tmp_path, method, options):
     arguments = settings(SFTConfig, tmp_path, **options)
     assert_follows_stock(SFTTrainer, arguments, method, metric="entropy", train_dataset=texts())
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", METHODS)
 def test_dpo(tmp_path, method):
     """Pairs of different lengths; the reference is a model of its own, or the policy without its adapters."""
     arguments = settings(DPOConfig, tmp_path)
@@ -75,7 +81,7 @@ def test_dpo(tmp_path, method):
     assert_follows_stock(DPOTrainer, arguments, method, metric="rewards/margins", other=reference, train_dataset=pairs())
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", METHODS)
 def test_grpo(tmp_path, method):
     """Generation under the same seed, old log-probabilities and two updates from each batch of completions."""
     options = {"num_generations": 4, "max_completion_length": 10, "num_iterations": 2, "beta": 0.0}
@@ -83,27 +89,27 @@ def test_grpo(tmp_path, method):
     assert_follows_stock(GRPOTrainer, arguments, method, metric="reward", reward_funcs=reward, train_dataset=prompts())
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", METHODS)
 def test_kto(tmp_path, method):
     reference = "ref_model" if method == "full" else None
     arguments = settings(KTOConfig, tmp_path)
     assert_follows_stock(KTOTrainer, arguments, method, metric="rewards/margins", other=reference, train_dataset=judged())
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", METHODS)
 def test_rloo(tmp_path, method):
     arguments = settings(RLOOConfig, tmp_path, num_generations=4, max_completion_length=10, num_iterations=2, beta=0.0)
     assert_follows_stock(RLOOTrainer, arguments, method, metric="reward", reward_funcs=reward, train_dataset=prompts())
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", METHODS)
 def test_reward(tmp_path, method):
     arguments, options = settings(RewardConfig, tmp_path), model_kind("reward")
     assert_follows_stock(RewardTrainer, arguments, method, metric="margin", model_options=options, train_dataset=pairs())
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
-@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("beta", [0.5, *(pytest.param(beta, marks=more) for beta in (0.0, 1.0))])
 def test_distillation(tmp_path, method, beta):
     """On completions of the student, from forward to reverse KL; TRL's head holds tiles of logits alone."""
     arguments = settings(DistillationConfig, tmp_path, max_completion_length=10, beta=beta)

@@ -7,7 +7,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 import streamgrad
-from gradients import no_float32, worst_gradient_error
+from gradients import more, no_float32, worst_gradient_error
 from lora import with_lora
 from tiny import tiny_model, tokens
 
@@ -33,8 +33,10 @@ def train(tmp_path, *, streamed: bool, lora: bool, **options) -> tuple[list[floa
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")  # torch's data loader, on a machine without an accelerator
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("lora", "gradient_checkpointing"),
+    [(False, False), (True, True), pytest.param(False, True, marks=more), pytest.param(True, False, marks=more)],
+)
 def test_trainer_follows_stock(tmp_path, lora, gradient_checkpointing):
     options = {"lora": lora, "gradient_checkpointing": gradient_checkpointing}
     stock_losses, stock_weights = train(tmp_path, streamed=False, **options)

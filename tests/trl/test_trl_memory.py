@@ -8,6 +8,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer, GRPOConfig, KTOConfig, RLOOConfig, SFTConfig
 
+from gradients import more
 from streamgrad import StreamConfig
 from streamgrad.memory.live_bytes import LiveBytes
 from streamgrad.trl import StreamDPOTrainer, StreamGRPOTrainer, StreamKTOTrainer, StreamRLOOTrainer, StreamSFTTrainer
@@ -86,7 +87,11 @@ RUNS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "method"), [*((name, "full") for name in RUNS), ("dpo", "lora")])
+CASES = [*((name, "full") for name in RUNS), ("dpo", "lora")]
+QUICK = [("sft", "full"), ("dpo", "full"), ("grpo", "full")]
+
+
+@pytest.mark.parametrize(("name", "method"), [pytest.param(*case, marks=() if case in QUICK else more) for case in CASES])
 def test_no_tensor_of_tokens_times_vocabulary(tmp_path, name, method, saved):
     """Policy pass, reference pass, old log-probabilities, generation, metrics, optimizer and evaluation."""
     kind, config, dataset, options = RUNS[name]
