@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks.figures import draw_plots
 from benchmarks.paper import read_paper
 from benchmarks.report_lengths import longest, memory, mini_sequences, partitions, predicted, small_card
+from benchmarks.report_objectives import families, shared_prompts
 from benchmarks.selection import Record, Records, automatic_steps, latest, read_records
 from benchmarks.words import STEP_METHODS, TIMED_METHODS, gb, markdown_table, ms, no_record, not_run, or_dash, origin, picture
 
@@ -272,4 +273,6 @@ SECTIONS: tuple[tuple[str, Callable[[Records, dict[str, Any]], list[str]]], ...]
     ("Beyond the paper: the head alone", _head),
     ("Beyond the paper: FlashAttention-4", _flash),
     ("Beyond the paper: engines with one rank", _engines),
+    ("Beyond the paper: prompts computed once", shared_prompts),
+    ("Beyond the paper: experts, images, quantised weights", families),
 )

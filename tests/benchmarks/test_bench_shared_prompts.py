@@ -1,0 +1,78 @@
+"""`benchmarks shared-prompts` and `benchmarks families` on a tiny model: what they measure, record and refuse."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import streamgrad
+from benchmarks import shared_prompts
+from benchmarks.commands import app
+from benchmarks.report_objectives import families as families_section
+from benchmarks.report_objectives import shared_prompts as section
+from gradients import assert_same_step, run_step
+from tiny import tiny_model, tokens
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setattr(shared_prompts, "preset_model", lambda *args, **options: tiny_model("qwen3"))
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_a_row_for_each_method_and_shape(tiny, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    shapes = ("--shape", "grpo:12:5:3", "--shape", "dpo:9:4:2")
+    methods = ("--method", "shared", "--method", "separate")
+    result = run("shared-prompts", *shapes, *methods, "--runs", "1", "--device", "cpu", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["method"], row["objective"], row["tokens"]) for row in rows] == [
+        ("shared", "grpo", 27), ("shared", "dpo", 17), ("separate", "grpo", 51), ("separate", "dpo", 26),
+    ]  # fmt: skip
+    assert all(row["step_ms"] > 0 and row["error"] is None for row in rows)
+    assert "12 + 3 x 5" in "\n".join(section({"shared_prompts": rows}, {}))
+
+
+@pytest.mark.parametrize("objective", ["grpo", "dpo"])
+def test_methods_take_the_same_step(objective):
+    """So that their times compare."""
+    policy, reference = tiny_model("qwen3"), tiny_model("qwen3", seed=1).requires_grad_(False)
+    ids, found = tokens(1, 9).repeat(2, 1), {}
+    ids[1, 6:] = tokens(1, 3, seed=4)
+    for method in ("liger", "shared", "separate"):  # the first is plain torch here, without its kernels
+        for network in (policy, reference):
+            streamgrad.enable(network) if method != "liger" else None
+        step = shared_prompts._step(method, objective, policy, reference if objective == "dpo" else None, ids, 6)
+
+        def forward(model, batch, step=step):
+            step()
+            return sum(parameter.sum() * 0 for parameter in model.parameters())
+
+        found[method] = run_step(policy, {}, forward=forward)
+    assert_same_step(found["shared"], found["liger"], 1e-6)
+    assert_same_step(found["separate"], found["liger"], 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("shared-prompts", "--shape", "grpo:12"), "--shape must be objective:prompt:completion:group"),
+        (("shared-prompts", "--method", "fast"), "--method must be one of shared, separate, liger, got 'fast'"),
+        (("families", "vision"), "case must be one of experts, images, qlora-8b, qlora-32b, got 'vision'"),
+    ],
+)
+def test_what_is_not_known_is_refused(arguments, told):
+    result = run(*arguments)
+    assert result.exit_code != 0
+    assert told in str(result.exception)
+
+
+def test_the_report_says_what_was_not_run():
+    assert "Not run" in section({"shared_prompts": []}, {})[0]
+    assert "Not run" in families_section({"families": []}, {})[0]
