@@ -50,7 +50,11 @@ whether your model is exact on your machine, run `python -m streamgrad check MOD
 {len(matrix.STREAMED)} families, those above among them, each with a plain and a padded batch: loss and gradients equal plain
 backpropagation's in float64 ([tests/hf/test_all_families.py](../tests/hf/test_all_families.py)): {names(matrix.STREAMED)}.
 
-Composite models (text with images or sound) were given text alone.
+Composite models (text with images or sound) were given text alone. Models whose own forward makes the loss of full logits
+({names(matrix.OWN_LOSS)}) have streamed layers and a stock head; a warning says so.
+
+Layers with states (linear attention, state spaces, convolutions) are streamed by handing the states from chunk to chunk, alone or
+beside attention. [Limits](limits.md#packed-documents-in-hybrid-models) says what becomes of packed documents in them.
 
 {images()}
 
@@ -111,6 +115,7 @@ def refusal(model) -> str:
         else:
             raise AssertionError(f"{type(model).__name__} is streamed, but tests/support has its family among the refused")
     reason = re.sub(r"\.( Call streamgrad.disable.*)?$", "", reason)
+    reason = re.sub(r"^\w+ has the scan", "it has the scan", reason)
     return re.sub(r"^\w+, which get_decoder\(\) returns,", "what `get_decoder()` returns", reason)
 
 

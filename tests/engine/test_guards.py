@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.func import functional_call
 
 import batches
 import streamgrad
+from families import LAYERS_TAKE_STATES_UP, small_model
 from gradients import assert_same_step, no_float32, run_step
 from lora import with_lora
 from streamgrad.hf.patching import InstalledForward
@@ -85,6 +87,19 @@ def test_changes_of_the_model(change):
         with torch.no_grad():
             weight.mul_(1.5)
     with pytest.raises(RuntimeError, match="between forward and backward|computed something else|trainable in backward"):
+        loss.backward()
+
+
+@pytest.mark.skipif(not LAYERS_TAKE_STATES_UP, reason="layers of transformers before 5.22 are refused")
+def test_a_second_input_of_a_layer_that_changes():
+    """Zamba 2's layers take the embeddings of all tokens beside hidden states."""
+    model, taken = streamgrad.enable(small_model("zamba2"), chunk_size=5), []
+    ids = tokens(1, 9)
+    with mock.patch.object(torch, "clone", lambda tensor: taken.append(tensor * 1) or taken[-1]):
+        loss = model(input_ids=ids, labels=ids).loss
+    with torch.no_grad():
+        taken[0].add_(1)
+    with pytest.raises(RuntimeError, match="an input of Zamba2HybridLayer 1 was modified in place"):
         loss.backward()
 
 

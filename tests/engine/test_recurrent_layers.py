@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from unittest import mock
 
 import pytest
@@ -10,12 +11,13 @@ import torch
 import batches
 import streamgrad
 from families import LAYERS_TAKE_STATES_UP, small_model
-from gradients import assert_same_step, no_float32, run_step, total_gradient_error
+from gradients import assert_same_step, more, no_float32, run_step, total_gradient_error
 from lora import with_lora
+from streamgrad.attention.masks import CausalMask
 from streamgrad.engine.layer import StreamedCall
 from streamgrad.engine.recurrent_chunk import RecurrentCall, RecurrentChunk
 from streamgrad.engine.saved import SavedOnHost
-from streamgrad.hf.dry_run import model_shape
+from streamgrad.hf.patching import InstalledForward
 from streamgrad.memory.live_bytes import LiveBytes
 from tiny import tokens
 
@@ -23,21 +25,121 @@ pytestmark = pytest.mark.skipif(not LAYERS_TAKE_STATES_UP, reason="layers of tra
 
 # The gated delta rule, Mamba 2, and a convolution alone; each with a layer of attention.
 FAMILIES = ["qwen3_next", "granitemoehybrid", "lfm2"]
+# Layers with attention and a state; these and layers that take a second per-token input; states alone; layers with neither.
+OTHER_FAMILIES = ["falcon_h1", "zamba2", "mamba2", "nemotron_h", "bamba"]
 INTO_AND_OUT_OF_STATES = ["in_proj_qkvz", "in_proj", "out_proj", "q_proj"]
 
 
 @pytest.mark.parametrize("keep", ["input", "attention", "all"])
 @pytest.mark.parametrize("batch", [batches.plain, batches.right_padded, batches.left_padded])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(family, marks=more) for family in OTHER_FAMILIES)])
 def test_gradients_are_exact(family, batch, keep):
     model = small_model(family)
     inputs = batch(model)
     with no_float32():
         expected = run_step(model, inputs)
-        for chunk_size in (5, 11, 64):  # of 23 tokens: the last of 11 would be alone in a chunk
+        # Of 23 tokens, the last would be alone in a chunk of 11.
+        for chunk_size in (1, 5, 11, 64) if keep == "input" else (5, 11):
             streamgrad.enable(model, chunk_size=chunk_size, head_chunk_size=7, keep=keep)
             assert_same_step(run_step(model, inputs), expected, 1e-10)
             streamgrad.disable(model)
+
+
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+def test_layers_with_attention_and_states_or_with_neither(family):
+    """Each of the three ways to keep tensors, with padding on one side or the other."""
+    model = small_model(family)
+    with no_float32():
+        for batch, keep in ((batches.right_padded, "input"), (batches.left_padded, "attention"), (batches.plain, "all")):
+            expected = run_step(model, inputs := batch(model))
+            streamgrad.enable(model, chunk_size=5, head_chunk_size=7, keep=keep)
+            assert_same_step(run_step(model, inputs), expected, 1e-10)
+            streamgrad.disable(model)
+
+
+def _documents_alone(model, batch) -> torch.Tensor:
+    """The loss of the documents of `batch`, each in a call of its own."""
+    ends, labels = batch["cu_seq_lens_q"].tolist(), batch["labels"]
+    count = (labels[:, 1:] != -100).sum()
+    parts = [slice(*span) for span in pairwise(ends)]
+    return sum(
+        model(input_ids=batch["input_ids"][:, part], labels=labels[:, part], num_items_in_batch=count, use_cache=False).loss
+        for part in parts
+    )
+
+
+@pytest.mark.parametrize("keep", ["input", "all"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3_next", "falcon_h1", *(pytest.param(each, marks=more) for each in ("granitemoehybrid", "lfm2", "zamba2", "bamba"))],
+)
+def test_states_begin_anew_with_each_packed_document(family, keep):
+    """Among them is a document of one token. Stock layers need kernels of a GPU for packed documents."""
+    model = small_model(family)
+    batch = batches.packed_flat(model)
+    with no_float32():
+        expected = run_step(model, batch, forward=_documents_alone)
+        for chunk_size in (5, 64):
+            streamgrad.enable(model, chunk_size=chunk_size, head_chunk_size=7, keep=keep)
+            assert_same_step(run_step(model, batch), expected, 1e-10)
+            streamgrad.disable(model)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", pytest.param("lfm2", marks=more)])
+def test_states_run_on_where_positions_alone_restart(family):
+    """As in stock layers, which do not look at positions."""
+    model = small_model(family)
+    batch = batches.packed(model)
+    with no_float32():
+        expected = run_step(model, batch)
+        streamgrad.enable(model, chunk_size=5)
+        assert_same_step(run_step(model, batch), expected, 1e-10)
+
+
+def test_half_of_what_says_where_documents_begin_is_refused(subtests):
+    model = small_model("qwen3_next")
+    batch = batches.packed_flat(model)
+    streamgrad.enable(model, chunk_size=5)
+    for missing in ("cu_seq_lens_q", "seq_idx"):
+        half = {name: value for name, value in batch.items() if name not in (missing, missing.replace("_q", "_k"))}
+        with subtests.test(missing), pytest.raises(ValueError, match=f"without {missing}.*return_seq_idx=True"):
+            model(**half)
+    with subtests.test("disagreement"), pytest.raises(ValueError, match="disagree about where documents begin"):
+        model(**batch | {"seq_idx": torch.zeros(1, 23, dtype=torch.int32)})
+    ends, ids = torch.tensor([0, 10, 23], dtype=torch.int32), tokens(2, 23)
+    rows = torch.stack([torch.arange(23) > 9, torch.arange(23) > 4]).int()
+    with subtests.test("rows"), pytest.raises(ValueError, match="documents of different lengths in seq_idx"):
+        model(input_ids=ids, labels=ids, seq_idx=rows, cu_seq_lens_q=ends, cu_seq_lens_k=ends)
+
+
+def test_only_chunks_whose_states_are_taken_up_run_again_for_them():
+    """With attention beside the states all do but the last, whose keys are made by then."""
+    call = RecurrentCall(None, None, None, [], 4, None, None, document_starts=[3, 4, 14])
+    assert call.spans(20) == [(0, 3), (3, 4), (4, 8), (8, 12), (12, 14), (14, 18), (18, 20)]
+    assert call.restored(20) == [2, 3, 5]
+    call.mask = CausalMask()
+    assert call.restored(20) == [0, 1, 2, 3, 4, 5]
+
+
+def test_images_that_see_both_ways_are_refused_beside_states():
+    model, ids = streamgrad.enable(small_model("falcon_h1"), chunk_size=5), tokens(1, 9)
+    with (
+        mock.patch.object(CausalMask, "uncut", [(3, 7)]),
+        pytest.raises(ValueError, match="some tokens see each other both ways"),
+    ):
+        model(input_ids=ids, labels=ids)
+
+
+@pytest.mark.parametrize("family", ["falcon_h1", "qwen3_next"])
+def test_rows_that_share_their_beginnings_are_refused(family):
+    """Where they come to a decoder in spite of `sharing_refusal`."""
+    model = streamgrad.enable(small_model(family), chunk_size=5)
+    decoder = model.get_decoder()
+    with (
+        mock.patch.object(InstalledForward.on(decoder).stream, "tree", mock.Mock()),
+        pytest.raises(ValueError, match="share their beginnings"),
+    ):
+        decoder(input_ids=tokens(1, 9))
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])
@@ -52,10 +154,20 @@ def test_short_sequences(family, length):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("family", ["qwen3_next", "granitemoehybrid"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3_next",
+        "granitemoehybrid",
+        "falcon_h1",
+        *(pytest.param(each, marks=more) for each in ("zamba2", "nemotron_h", "bamba", "mamba2")),
+    ],
+)
 def test_lora(family, dropout):
     """On the projections into the states, too; with dropout, one chunk and the ordinary graph draw alike."""
-    model = with_lora(small_model(family), targets=INTO_AND_OUT_OF_STATES, dropout=dropout)
+    # PEFT refuses adapters on the output of some families' states.
+    targets = INTO_AND_OUT_OF_STATES if family in FAMILIES else [*INTO_AND_OUT_OF_STATES[:2], "q_proj"]
+    model = with_lora(small_model(family), targets=targets, dropout=dropout)
     batch = batches.plain(model)
     with no_float32():
         torch.manual_seed(3)
@@ -160,14 +272,14 @@ class _Shelf:
 
 
 @pytest.mark.parametrize("keep", ["input", "attention"])
-@pytest.mark.parametrize("family", ["qwen3_next", "llama"])
+@pytest.mark.parametrize("family", ["qwen3_next", "llama", "falcon_h1"])
 def test_what_is_kept_on_the_host_is_read_in_order(family, keep):
     model, shelves = small_model(family), []
 
     def kept(call, h_BTE):
         store = mock.Mock(shelf=lambda: shelves.append(_Shelf()) or shelves[-1])
         length = h_BTE.shape[1]
-        return SavedOnHost(h_BTE, call.spans(length), len(call.spans_to_restore(length)), store)
+        return SavedOnHost(h_BTE, call.spans(length), call.restored(length), store)
 
     batch = batches.plain(model)
     with no_float32(), mock.patch.object(StreamedCall, "kept", kept):
@@ -220,18 +332,6 @@ def test_forward_holds_the_states_before_one_chunk():
     with mock.patch.object(RecurrentChunk, "_hand_on", hand_on), torch.no_grad():
         model(input_ids=tokens(1, 128), use_cache=False)
     assert most == 1
-
-
-def test_what_is_refused(subtests):
-    model, ids = small_model("qwen3_next"), tokens(1, 23)
-    boundaries = torch.tensor([0, 9, 23], dtype=torch.int32)
-    streamgrad.enable(model, chunk_size=5)
-    with subtests.test("documents"), pytest.raises(ValueError, match="called with cu_seq_lens_q"):
-        model(input_ids=ids, cu_seq_lens_q=boundaries, cu_seq_lens_k=boundaries, max_length_q=14, max_length_k=14)
-    streamgrad.disable(model)
-    for family in FAMILIES:
-        with subtests.test(family), pytest.raises(ValueError, match="cannot be planned for: its layers are of several kinds"):
-            model_shape(small_model(family).config, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(("length", "chunk_size", "sizes"), [(23, 11, [11, 12]), (1, 4, [1]), (7, 1, [2, 2, 3]), (8, 4, [4, 4])])

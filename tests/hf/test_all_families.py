@@ -50,6 +50,7 @@ def families() -> Iterator:
         yield pytest.param(family, marks=marks)
 
 
+@pytest.mark.filterwarnings("ignore:streamgrad. .* made the logits of all")
 @pytest.mark.parametrize("family", list(families()))
 def test_family_is_streamed_exactly_or_refused(family):
     model = small_model(family)

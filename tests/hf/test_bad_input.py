@@ -55,7 +55,10 @@ def build(kind, model_type, **options):
     [
         (lambda: build(AutoModelForSeq2SeqLM, "t5", d_model=32, num_layers=2, num_heads=4, d_kv=8, d_ff=48), "encoder-decoder"),
         (lambda: build(AutoModel, "resnet", hidden_sizes=[8, 8], depths=[1, 1], embedding_size=8), "no list of decoder layers"),
-        (lambda: build(AutoModelForCausalLM, "mamba", state_size=4), "MambaForCausalLM cannot be streamed"),
+        (
+            lambda: build(AutoModelForCausalLM, "mamba", state_size=4),
+            "MambaForCausalLM cannot be streamed: MambaBlock has the scan of Mamba 1",
+        ),
         (lambda: build(AutoModelForCausalLM, "recurrent_gemma", lru_width=32, head_dim=8), "Conv1d, which mixes tokens"),
         (lambda: build(AutoModelForCausalLM, "bloom"), "BloomForCausalLM cannot be streamed"),
         (
@@ -74,8 +77,8 @@ def test_models_that_cannot_be_streamed_are_refused_by_name(make, words):
 
 def test_layers_of_unknown_types_are_refused_by_type():
     model = tiny_model("qwen3")
-    model.config.layer_types = ["full_attention", "hybrid"]
-    with pytest.raises(ValueError, match="hybrid, and only full"):
+    model.config.layer_types = ["full_attention", "indexed_attention"]
+    with pytest.raises(ValueError, match="indexed_attention, and only full"):
         streamgrad.enable(model)
 
 

@@ -6,12 +6,17 @@ import pytest
 import torch
 
 import streamgrad
+from families import LAYERS_TAKE_STATES_UP, small_model
+from gradients import more
 from streamgrad.config import StreamConfig
 from streamgrad.hf.configs import preset_config, with_layers
 from streamgrad.hf.dry_run import meta_model, model_shape, profile_layer
 from streamgrad.hf.patching import InstalledForward
 from streamgrad.memory.costs import ModelShape
+from streamgrad.memory.live_bytes import LiveBytes
 from tiny import FAMILIES, tiny_config, tiny_model, tokens
+
+needs_states = pytest.mark.skipif(not LAYERS_TAKE_STATES_UP, reason="layers of transformers before 5.22 are refused")
 
 
 def shape_of(preset: str, *, lora_rank: int | None = None) -> ModelShape:
@@ -44,6 +49,51 @@ def test_a_layer_without_data_costs_what_the_probe_measures(family, fused_parts)
     otherwise = {"widest", "at_attention", "weights"} if fused_parts or family == "mistral" else set()
     for name, count in vars(costs).items():
         assert name in otherwise or count == pytest.approx(getattr(probed, name), rel=2e-3), name
+
+
+HYBRIDS = ["falcon_h1", *(pytest.param(each, marks=more) for each in ("zamba2", "lfm2", "mamba2", "bamba"))]
+
+
+@needs_states
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_layers_of_every_kind_cost_what_the_probe_measures(family):
+    """All bytes but those of rotary angles, which the first call has made by then."""
+    model, ids = small_model(family).float(), tokens(1, 512)
+    costs = profile_layer(meta_model(model.config, dtype=torch.float32), fused_parts=False, every_kind=True).costs
+    streamgrad.enable(model, keep="input", memory_budget="1TB", fused_kernels="off")
+    model(input_ids=ids, labels=ids)
+    probed = [vars(each) for each in InstalledForward.on(model.get_decoder()).stream.planner._costs.values()]
+    for name, count in vars(costs).items():
+        assert count == pytest.approx(max(each[name] for each in probed), rel=0.02), name
+
+
+@needs_states
+def test_a_hybrid_is_counted_by_its_kinds():
+    """Four layers of one kind and two of the other: bytes of the larger, FLOPs of all, attention in two."""
+    kinds = (["conv"] * 2 + ["full_attention"]) * 2
+    config = small_model("lfm2", num_hidden_layers=6, layer_types=kinds).config
+    shape = model_shape(config, dtype=torch.float32)
+    assert (shape.layers, shape.full_attention_layers, shape.window) == (6, 2, 1)
+    alone = {}
+    for kind in set(kinds):
+        part = small_model("lfm2", num_hidden_layers=1, layer_types=[kind]).config
+        alone[kind] = profile_layer(meta_model(part, dtype=torch.float32), fused_parts=False, every_kind=True)
+    conv, attention = alone["conv"], alone["full_attention"]
+    assert shape.eager.forward_flops == pytest.approx((2 * conv.forward_flops + attention.forward_flops) / 3)
+    assert shape.eager.costs.widest == max(conv.costs.widest, attention.costs.widest)
+
+
+@needs_states
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_the_estimate_of_a_hybrid_is_near_what_a_step_holds(family):
+    model, ids = small_model(family).float(), tokens(1, 1024)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    report = streamgrad.estimate(model, 1024, dtype="float32", optimizer="none", keep="input", offload="none")
+    streamgrad.enable(model, keep="input")
+    with LiveBytes() as live:
+        model(input_ids=ids, labels=ids).loss.backward()
+    of_cublas = 2 * 32 * 2**20  # which are not there on a CPU
+    assert report.streamed.peak_bytes - of_cublas == pytest.approx(weights + live.peak_bytes, rel=0.05)
 
 
 def test_bytes_and_products_of_a_known_shape():

@@ -20,7 +20,6 @@ import streamgrad
 from gradients import assert_same_step, more, run_step
 from images import FAMILIES, IMAGE, LENGTH, SIDE, TEXT, float64_throughout, image_batch, image_model
 from lora import with_lora
-from streamgrad.engine.trial import LoneTokens
 from streamgrad.hf.discover import decoder_layers
 from streamgrad.hf.layer_args import LayerArguments
 
@@ -36,7 +35,7 @@ def spans_of_chunks() -> Iterator[set[tuple[int, int]]]:
     run = LayerArguments.run
 
     def noted(self, h_BLE, chunk):
-        if not isinstance(chunk, LoneTokens):
+        if not chunk.alone:
             found.add((chunk.start, chunk.stop))
         return run(self, h_BLE, chunk)
 

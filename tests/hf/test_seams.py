@@ -13,7 +13,7 @@ import streamgrad
 from families import small_model
 from gradients import assert_same_step, no_float32, run_step
 from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, SeamError, spans
-from streamgrad.hf.seams import IMPLEMENTATION, stream_attention_forward, stream_mask, streamed_attention_in
+from streamgrad.hf.seams import IMPLEMENTATION, layer_mask, stream_attention_forward, stream_mask, streamed_attention_in
 from tiny import FAMILIES, tiny_model, tokens
 
 
@@ -57,7 +57,7 @@ def test_window_and_documents_are_read_from_the_closures():
     assert torch.equal(mask.visible(0, 5, 0, torch.device("cpu")), dense)
 
 
-def test_masks_that_are_not_causal_are_refused():
+def test_masks_that_are_not_causal_are_refused_where_a_layer_is_given_one():
     for function in (
         masking_utils.bidirectional_mask_function,
         masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function),
@@ -68,7 +68,7 @@ def test_masks_that_are_not_causal_are_refused():
         ),
     ):
         with pytest.raises(SeamError, match="is not causal"):
-            stream_mask(1, 5, 5, mask_function=function)
+            layer_mask(stream_mask(1, 5, 5, mask_function=function), 5, chunk_size=5)
     custom = masking_utils.and_masks(masking_utils.causal_mask_function, lambda b, h, q, k: k > 0)
     with pytest.raises(SeamError, match="custom mask function"):
         stream_mask(1, 5, 5, mask_function=custom, use_vmap=True)
@@ -206,11 +206,30 @@ def test_keys_that_depend_on_their_place_in_a_chunk_are_refused():
         model(input_ids=tokens(1, 9))
 
 
-@pytest.mark.parametrize("extra", [torch.zeros(1, 9, 24), torch.zeros(3)])
-def test_a_layer_argument_that_cannot_be_cut_is_refused(extra):
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (torch.zeros(9, 24), "its layers take other_states of shape"),
+        (torch.zeros(1, 1, 9, 9), "its layers take other_states of shape"),
+        (torch.zeros(3), "its layers take other_states of shape"),
+        # Cut like hidden states, and handed on to attention, which does not know it.
+        (torch.zeros(1, 9, 24), "its attention is called with other_states"),
+    ],
+)
+def test_a_layer_argument_that_cannot_be_cut_is_refused(extra, words):
     model = streamgrad.enable(tiny_model("llama"), chunk_size=4)
-    with pytest.raises(ValueError, match="its layers take other_states of shape"):
+    with pytest.raises(ValueError, match=words):
         model.model(input_ids=tokens(1, 9), other_states=extra)
+
+
+@pytest.mark.parametrize("length", [9, 5])
+@pytest.mark.parametrize("chunk_size", [4, 64])
+def test_attention_to_an_encoder_is_refused(length, chunk_size):
+    """Also where it has as many tokens as the sequence, and so the shape of hidden states."""
+    model, ids = streamgrad.enable(small_model("bart"), chunk_size=chunk_size), tokens(1, 9)
+    encoded = torch.randn(1, length, 32, dtype=torch.float64)
+    with pytest.raises(ValueError, match="cannot be streamed"):
+        model(input_ids=ids, labels=ids, encoder_hidden_states=encoded)
 
 
 def test_a_layer_argument_that_needs_a_gradient_is_refused():

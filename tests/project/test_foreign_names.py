@@ -92,7 +92,7 @@ UNDOCUMENTED = {
     "transformers.PreTrainedModel": "get_decoder loss_function tp_size",
     "transformers/modeling_layers.py": "gradient_checkpointing",
     "transformers/integrations/heterogeneity/configuration_utils.py": "is_heterogeneous per_layer_config",
-    "transformers/models/gemma4/modeling_gemma4.py": "per_layer_input shared_kv_states",
+    "transformers/models/gemma4/modeling_gemma4.py": "shared_kv_states",
     "transformers/models/gemma4/configuration_gemma4.py": "num_kv_shared_layers",
 }
 

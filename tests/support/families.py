@@ -55,6 +55,9 @@ OVERRIDES: dict[str, dict] = {
     "deepseek_v2": _MLA | _ONE_DENSE,
     "deepseek_v3": _MLA | _ONE_DENSE,
     "dots1": _ONE_DENSE | {"n_shared_experts": 1},
+    "falcon_h1": _MAMBA | {
+        "mamba_d_ssm": 64, "lm_head_multiplier": 0.5, "attention_in_multiplier": 0.7, "ssm_out_multiplier": 1.3,
+    },
     "flint": {"mlp_only_layers": [0]},
     "gemma3n_text": {
         "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
@@ -67,6 +70,7 @@ OVERRIDES: dict[str, dict] = {
     "glm4_moe_lite": _MLA,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
     "granitemoehybrid": _MAMBA | {"layer_types": ["mamba", "attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8},
     "kimi_linear": _MLA,
     "laguna": _MIXED | {"num_attention_heads_per_layer": [4, 4]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
@@ -84,6 +88,10 @@ OVERRIDES: dict[str, dict] = {
             "rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 8,
             "llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0,
         },
+    },
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "full_attention", "mlp", "moe"], "mamba_num_heads": 4, "mamba_head_dim": 16,
+        "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8, "moe_shared_expert_intermediate_size": 16,
     },
     "qwen2": {"use_sliding_window": True, "max_window_layers": 1},
     "qwen2_moe": {"use_sliding_window": True, "max_window_layers": 1},
@@ -116,35 +124,38 @@ SKIPPED = {
 }
 
 STREAMED = {
-    "afmoe", "apertus", "arcee", "aria_text", "axk1", "bailing_hybrid", "biogpt", "bitnet", "cohere", "cohere2",
-    "cohere2_moe", "cohere_compass_text", "ctrl", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "dots1", "emu3", "ernie4_5",
-    "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "flint", "fuyu", "gemma", "gemma2", "gemma3", "gemma3_text",
-    "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "got_ocr2",
-    "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa",
-    "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2",
-    "jetmoe", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "llama", "mellum", "mimo_v2_flash", "minicpm3",
-    "minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "moshi", "moss_transcribe_diarize", "nanochat", "nemotron",
-    "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2",
-    "qwen2_moe", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss",
-    "smollm3", "solar_open", "stablelm", "starcoder2", "vaultgemma", "youtu",
+    "afmoe", "apertus", "arcee", "aria_text", "axk1", "bailing_hybrid", "bamba", "bart", "biogpt", "bitnet", "blenderbot",
+    "blenderbot-small", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "ctrl", "cwm", "dbrx", "deepseek_v2",
+    "deepseek_v3", "dots1", "emu3", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "falcon_h1", "flex_olmo", "flint",
+    "fuyu", "gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text", "glm",
+    "glm4", "glm4_moe", "glm4_moe_lite", "got_ocr2", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox", "gpt_oss", "granite",
+    "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense",
+    "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2", "jetmoe", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "llama",
+    "mamba2", "marian", "mbart", "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral",
+    "mixtral", "moshi", "moss_transcribe_diarize", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid",
+    "olmoe", "opt", "pegasus", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe", "plbart", "qwen2", "qwen2_moe", "qwen3",
+    "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open",
+    "stablelm", "starcoder2", "vaultgemma", "whisper", "youtu", "zamba2",
 }  # fmt: skip
+
+# Those whose forward computes a loss of full logits, without shifting labels.
+OWN_LOSS = {"bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart", "whisper"}
 
 # Layers of older transformers begin with a new state wherever they are given more than one token, and are refused.
 LAYERS_TAKE_STATES_UP = Version(transformers.__version__) >= Version("5.22")
 STREAMED_SINCE_5_22 = {
-    "granitemoehybrid", "kimi_linear", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
+    "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba2",
 }  # fmt: skip
 
 REFUSED = {
-    "axk2", "bamba", "bart", "beam", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot",
-    "blenderbot-small", "bloom", "blt", "camembert", "codegen", "cpmant", "data2vec-text", "deepseek_v32", "deepseek_v4",
-    "diffllama", "doge", "electra", "ernie", "falcon", "falcon_h1", "falcon_mamba", "gemma3n_text", "git", "glm_moe_dsa",
-    "gpt_neo", "gpt_neox_japanese", "gptj", "hrm_text", "hy_v4", "inkling_text", "jamba", "llama4", "llama4_text",
-    "longcat_flash", "mamba", "mamba2", "marian", "mbart", "megatron-bert", "minimax", "minimax_m3_vl_text", "mllama",
-    "modernbert-decoder", "mpt", "mvp", "nemotron_h", "openai-gpt", "pegasus", "plbart", "prophetnet", "qwen4_exp",
-    "qwen4_exp_text", "recurrent_gemma", "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer",
-    "rwkv", "trocr", "whisper", "xglm", "xlm", "xlm-roberta", "xlm-roberta-xl", "xlnet", "xlstm", "xmod", "zamba", "zamba2",
-    "zaya",
+    "axk2", "beam", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "bloom", "blt", "camembert", "codegen", "cpmant",
+    "data2vec-text", "deepseek_v32", "deepseek_v4", "diffllama", "doge", "electra", "ernie", "falcon", "falcon_mamba",
+    "gemma3n_text", "git", "glm_moe_dsa", "gpt_neo", "gpt_neox_japanese", "gptj", "hrm_text", "hy_v4", "inkling_text", "jamba",
+    "llama4", "llama4_text", "longcat_flash", "mamba", "megatron-bert", "minimax", "minimax_m3_vl_text", "mllama",
+    "modernbert-decoder", "mpt", "mvp", "openai-gpt", "prophetnet", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "reformer",
+    "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "rwkv", "trocr", "xglm", "xlm", "xlm-roberta",
+    "xlm-roberta-xl", "xlnet", "xlstm", "xmod", "zamba", "zaya",
 }  # fmt: skip
 
 

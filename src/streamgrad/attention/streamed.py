@@ -21,8 +21,8 @@ from streamgrad.attention.backends import Block, choose, run_or_replace
 from streamgrad.attention.backends.block import merge
 from streamgrad.attention.masks import CausalMask, DenseMask, Part
 from streamgrad.attention.trees import TreeMask, band_mask
-from streamgrad.engine.kv_chunk import Attended, Chunk, KeyGradient, KeyValueStream, with_dense_rows
-from streamgrad.engine.trial import LoneTokens
+from streamgrad.engine.kv_chunk import Attended, Chunk, KeyGradient, KeyValueStream, SeamError, with_dense_rows
+from streamgrad.engine.trial import attend_alone
 from streamgrad.memory.costs import KEYS_AT_ONCE
 from streamgrad.ops.accumulate import accumulator_dtype, as_sum
 from streamgrad.ops.autograd import first_order_only
@@ -47,8 +47,8 @@ def streamed_attention(
     # Kernels need one head size for keys and values. Columns of zeros change neither scores nor outputs.
     size, value_size = max(key_BGLD.shape[-1], value_BGLD.shape[-1]), value_BGLD.shape[-1]
     query_BHLD, key_BGLD, value_BGLD = (_widened(tensor, size) for tensor in (query_BHLD, key_BGLD, value_BGLD))
-    if isinstance(chunk, LoneTokens):
-        return chunk.attend(query_BHLD, key_BGLD, value_BGLD, scale)[..., :value_size]
+    if chunk.alone:
+        return attend_alone(chunk, query_BHLD, key_BGLD, value_BGLD, scale)[..., :value_size]
     chunk.receive(key_BGLD, value_BGLD)
     pieces = [
         Piece(
@@ -89,7 +89,8 @@ def _parts(chunk: Chunk, query_BHLD: Tensor) -> list[Part]:
     mask, batch = chunk.mask, query_BHLD.shape[0]
     if isinstance(mask, TreeMask):
         return mask.parts(*chunk.span, batch)
-    assert isinstance(mask, CausalMask | DenseMask)
+    if not isinstance(mask, CausalMask | DenseMask):
+        raise SeamError("one of its layers has attention, and is said to be without")
     if isinstance(mask, DenseMask):
         mask.check_shape(*query_BHLD.shape[:2])
     return [mask.part(*chunk.span, batch)]

@@ -218,6 +218,15 @@ def check_leaves(out: Tensor, leaves: Sequence[Tensor], name: str) -> None:
             )
 
 
+def check_versions(tensors: Sequence[Tensor], versions: Sequence[int], name: str) -> None:
+    """Raise if one of `tensors`, which `name` takes beside its hidden states, has been written to since forward."""
+    if [tensor._version for tensor in tensors] != list(versions):
+        raise RuntimeError(
+            f"an input of {name} was modified in place between forward and backward, so gradients would be wrong. Call backward "
+            "before it is changed, or clone it."
+        )
+
+
 def gradient_of_input(leaf: Tensor, module: nn.Module) -> Tensor:
     """Return the gradient of a chunk's input; raise without one, as zeros in its place would differ from the stock model."""
     if leaf.grad is None:

@@ -56,17 +56,16 @@ class KeyValueStream:
     The gradient is summed in fp32 for 16-bit keys: a position collects one term per later chunk.
     """
 
-    def __init__(self, length: int, tensors: tuple[Tensor, Tensor] | None = None) -> None:
+    def __init__(self, length: int, tensors: tuple[Tensor, ...] | None = None) -> None:
         self.length = length
         self.written = 0 if tensors is None else length  # so many of the first keys are there
         self._tensors = tensors
         self._gradients: tuple[Tensor, Tensor] | None = None
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """Return keys and values, (B, G, T, D) each."""
-        assert self._tensors is not None, "no chunk has written its keys yet"
-        return self._tensors
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return keys and values, (B, G, T, D) each; nothing for a layer that has none."""
+        return self._tensors or ()
 
     @labelled("keys and values")
     def write(self, start: int, stop: int, key_BGLD: Tensor, value_BGLD: Tensor) -> None:
@@ -122,40 +121,15 @@ class Attended:
     dropped_BHLS: Tensor | None = None
 
 
-class LayerChunk:
-    """The interface of chunks of every kind of layer: the tensors beside hidden states that gradients flow through.
-
-    `recorded` holds the layer's other outputs by token, (B, L, ...), such as the logits of a router, and `token_inputs` what
-    stands in backward for its inputs by token beside hidden states. `shared_keys` are keys and values, by name, that the layer
-    attends to in place of its own, or leaves for others.
-    """
-
-    recorded: list[Tensor]
-    token_inputs: list[Tensor] | None = None
-    shared_keys: MutableMapping[str, Any] | None = None
-
-    @property
-    def inputs(self) -> list[Tensor]:
-        """Return the leaves of the chunk's graph."""
-        return []
-
-    def outputs(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the chunk's outputs, each with its gradient."""
-        return []
-
-    def settle(self) -> None:
-        """Note that backward has gone through the chunk."""
-
-    def release(self) -> None:
-        """Drop the tensors that tie a finished chunk to its graph."""
-
-
 @dataclass
-class Chunk(LayerChunk):
+class Chunk:
     """Cache and mask of one layer call over `[start, stop)`; see the module's docstring.
 
     `start` and `stop` count tokens of this process, to which the layer's arguments are cut. `span` counts tokens of the sequence,
     by which keys and masks are addressed: where ranks share a sequence, their chunks together are one chunk of it.
+    `recorded` holds the layer's other outputs by token, (B, L, ...), such as the logits of a router, and `token_inputs` what
+    stands in backward for its inputs by token beside hidden states. `shared_keys` are keys and values, by name, that the layer
+    attends to in place of its own, or leaves for others.
     """
 
     start: int
@@ -166,12 +140,15 @@ class Chunk(LayerChunk):
     keep_attention: bool = False
     stop_after_write: bool = False
     in_backward: bool = False  # a re-run, whose keys may be in the stream already
+    alone: bool = False  # in a trial, where every token sees itself only and none is padding
     kept: Attended | None = None
     own: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     cached: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     attention_calls: int = 0
     sharing: SequenceSharing = ALONE
     recorded: list[Tensor] = field(default_factory=list, repr=False)
+    token_inputs: list[Tensor] | None = field(default=None, repr=False)
+    shared_keys: MutableMapping[str, Any] | None = field(default=None, repr=False)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -179,21 +156,24 @@ class Chunk(LayerChunk):
         """Return what is to be cached unchanged, as the layer's cache. It may not be keys and values yet (latent attention)."""
         if self.cached is not None:
             raise SeamError("its attention writes keys and values more than once a layer")
-        self._check_tokens(key_states)
+        self.check_tokens(key_states)
         self.cached = key_states, value_states
         return key_states, value_states
 
     def receive(self, key_BGLD: Tensor, value_BGLD: Tensor) -> None:
         """Write the chunk's own keys and values, as attention is called with them, into the stream."""
-        self._check_tokens(key_BGLD)
+        self.check_tokens(key_BGLD)
         self.attention_calls += 1
         self.own = key_BGLD, value_BGLD
         if not self.in_backward or self.span[1] > self.stream.written:
             self.stream.write(*self.span, *(self.sharing.to_heads(states.detach()) for states in self.own))
+        self._stop_if_all_is_written()
+
+    def _stop_if_all_is_written(self) -> None:
         if self.stop_after_write:
             raise StopAfterWrite
 
-    def _check_tokens(self, key_BGLD: Tensor) -> None:
+    def check_tokens(self, key_BGLD: Tensor) -> None:
         if key_BGLD.shape[-2] != self.stop - self.start:
             raise SeamError(
                 f"its attention makes {key_BGLD.shape[-2]} keys for a chunk of {self.stop - self.start} tokens, "
@@ -209,10 +189,14 @@ class Chunk(LayerChunk):
         return self.span == (0, self.stream.length)
 
     def check_finished(self) -> None:
-        """Raise for a layer that went around either seam: it mixed tokens in a way the stream does not know."""
-        if self.cached is None and not self.shared_keys:
+        """Raise for a layer that went around either seam: it mixed tokens in a way the stream does not know.
+
+        One without a mask is said to have no attention, and fails its trial if it mixes tokens in another way.
+        """
+        has_keys = self.cached is not None or bool(self.shared_keys)
+        if not has_keys and (self.attention_calls or self.mask is not None):
             raise SeamError("its layer never called past_key_values.update(key, value, layer_idx)")
-        if self.attention_calls != 1:
+        if has_keys and self.attention_calls != 1:
             raise SeamError(f"its layer called the registered attention function {self.attention_calls} times instead of once")
 
     def __getattr__(self, name: str) -> Any:
@@ -221,7 +205,20 @@ class Chunk(LayerChunk):
     def __getitem__(self, index: Any) -> Any:
         raise SeamError("its layers index their mask or cache themselves")
 
+    @property
+    def inputs(self) -> list[Tensor]:
+        """Return the leaves of the chunk's graph beside hidden states and parameters."""
+        return []
+
+    def outputs(self) -> list[tuple[Tensor, Tensor]]:
+        """Return what the chunk hands on beside hidden states, each with its gradient."""
+        return []
+
+    def settle(self) -> None:
+        """Note that backward has gone through the chunk."""
+
     def release(self) -> None:
+        """Drop the tensors that tie a finished chunk to its graph."""
         self.own = self.cached = None
 
 

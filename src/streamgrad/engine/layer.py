@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from streamgrad.engine.grad_accumulator import GradAccumulators
-from streamgrad.engine.guards import NO_ADAPTERS, AdapterFacts, RerunGuard, check_leaves, gradient_of_input
+from streamgrad.engine.guards import NO_ADAPTERS, AdapterFacts, RerunGuard, check_leaves, check_versions, gradient_of_input
 from streamgrad.engine.host_offload import HostStore
 from streamgrad.engine.in_use import InUse
 from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, SeamError, StopAfterWrite, spans
@@ -35,7 +35,7 @@ from streamgrad.engine.policy import LayerPolicy
 from streamgrad.engine.replay import Autocast, RandomTape
 from streamgrad.engine.saved import Reader, Saved, SavedOnDevice, SavedOnHost
 from streamgrad.engine.shortage import naming_shortage
-from streamgrad.engine.trial import LoneTokens, Span, Trial
+from streamgrad.engine.trial import Span, Trial
 from streamgrad.engine.ulysses import ALONE, SequenceSharing
 from streamgrad.ops.autograd import first_order_only
 from streamgrad.ops.memory_label import labelled, memory_label
@@ -86,7 +86,7 @@ class StreamedCall:
             return self._run_forward(h_BTE)
 
     def _run_forward(self, h_BTE: Tensor) -> tuple[Tensor, ...]:
-        if torch.is_grad_enabled() and self.policy.keep == "all":
+        if torch.is_grad_enabled() and self.policy.keep == "all" and self.may_run_whole:
             return self._with_ordinary_graph(h_BTE)
         parameters = trainable_parameters(self.layer) if torch.is_grad_enabled() else []
         if not torch.is_grad_enabled() or not (parameters or any(tensor.requires_grad for tensor in (h_BTE, *self.token_inputs))):
@@ -104,6 +104,11 @@ class StreamedCall:
         return out_BTE, *chunk.recorded
 
     @property
+    def may_run_whole(self) -> bool:
+        """Return whether the sequence may be one chunk."""
+        return True
+
+    @property
     def name(self) -> str:
         """Return the layer's class, and which of its decoder's layers it is."""
         kind = type(self.layer).__name__
@@ -116,24 +121,23 @@ class StreamedCall:
     def spans(self, length: int) -> list[tuple[int, int]]:
         return spans(length, self.chunk_size, self.uncut)
 
-    def spans_to_restore(self, length: int) -> list[tuple[int, int]]:
-        """Return the spans that are run up to their keys or states before backward, where these were not kept.
+    def restored(self, length: int) -> list[int]:
+        """Return which chunks are run up to their keys or states before backward, where these were not kept.
 
-        The last chunk is the first to run backward. It makes its own keys then, and no chunk needs the state after it.
+        The last chunk is the first to run backward and makes its own keys then. A layer without attention has none.
         """
-        return self.spans(length)[:-1]
+        return [] if self.mask is None else list(range(len(self.spans(length)) - 1))
 
     def kept(self, h_BTE: Tensor) -> Saved:
         may_move = self.policy.on_host and h_BTE.device.type == "cuda"
         if may_move and all(parameter.device == h_BTE.device for parameter in parameters_of(self.layer)):
-            first = len(self.spans_to_restore(h_BTE.shape[1]))
-            return SavedOnHost(h_BTE, self.spans(h_BTE.shape[1]), first, self.host_store)
+            return SavedOnHost(h_BTE, self.spans(h_BTE.shape[1]), self.restored(h_BTE.shape[1]), self.host_store)
         return SavedOnDevice(h_BTE, self.spans(h_BTE.shape[1]))
 
     def chunk(self, span: tuple[int, int], stream: KeyValueStream, **options: Any) -> Chunk:
         return Chunk(*span, stream=stream, mask=self.mask, backends=self.backends, sharing=self.sharing, **options)
 
-    def new_stream(self, length: int, tensors: tuple[Tensor, Tensor] | None = None) -> KeyValueStream:
+    def new_stream(self, length: int, tensors: tuple[Tensor, ...] | None = None) -> KeyValueStream:
         """Return a stream for the whole sequence, of which this process has `length` tokens."""
         return KeyValueStream(self.sharing.ranks * length, tensors)
 
@@ -145,7 +149,7 @@ class StreamedCall:
         """Run the layer on parts of few tokens, each of which sees itself only, in the last places of the sequence."""
         first, outputs = length - h_BNE.shape[1], []
         for start, stop in parts:
-            chunk = LoneTokens(first + start, first + stop)
+            chunk = Chunk(first + start, first + stop, KeyValueStream(0), None, [], alone=True)
             outputs.append(self.run(h_BNE[:, start:stop], chunk))
             chunk.check_finished()
         return torch.cat(outputs, dim=1)
@@ -174,6 +178,7 @@ class _StreamedLayer(torch.autograd.Function):
     def forward(ctx: Any, call: StreamedCall, h_BTE: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         parameters = tensors[len(call.token_inputs) :]
         ctx.call, ctx.parameters = call, parameters
+        ctx.versions = [tensor._version for tensor in call.token_inputs]
         ctx.set_materialize_grads(False)
         ctx.autocast, ctx.tape = Autocast(h_BTE.device.type), call.random_tape(h_BTE)
         ctx.guard, ctx.kept = RerunGuard(call.layer, parameters, call.name, call.adapters), call.kept(h_BTE)
@@ -192,6 +197,7 @@ class _StreamedLayer(torch.autograd.Function):
         call: StreamedCall = ctx.call
         guard: RerunGuard = ctx.guard
         guard.check_unchanged()
+        check_versions(call.token_inputs, ctx.versions, call.name)
         chunks = list(enumerate(call.spans(ctx.h_shape[1])))
         accumulators = GradAccumulators(ctx.parameters, summed=len(chunks) > 1)
         dh_BTE: Tensor | None = None
@@ -252,6 +258,7 @@ class TokenInputGradients:
         self._leaves = [tensor[:, start:stop].detach().requires_grad_(needed) for tensor, needed in parts]
         return self._leaves
 
+    @labelled("hidden states")
     def note(self, start: int, stop: int) -> None:
         """Take the gradients of the leaves, once backward has gone through the chunk."""
         for index, leaf in enumerate(self._leaves):
@@ -308,11 +315,11 @@ def _restore_stream(call: StreamedCall, tape: RandomTape, reader: Reader, length
     """Return the keys and values of the whole sequence, as kept or by running every chunk but the last up to its keys."""
     if reader.has_attention:
         return call.new_stream(length, reader.keys_and_values())
-    stream = call.new_stream(length)
-    for index, span in enumerate(call.spans_to_restore(length)):
+    stream, spans_of_chunks = call.new_stream(length), call.spans(length)
+    for index in call.restored(length):
         h_BLE, _ = reader.chunk(index)
         with torch.no_grad(), tape.replaying(index):
-            _write_keys(call, h_BLE, span, stream)
+            _write_keys(call, h_BLE, spans_of_chunks[index], stream)
     return stream
 
 

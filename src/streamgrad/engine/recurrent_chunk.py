@@ -7,9 +7,12 @@ has written its states. Then it goes through the chunks in reverse order: a chun
 gradient of the state after the previous chunk.
 
 A layer reads and writes its states through the methods of transformers' `Cache`: convolution states, (B, C, K), the last K inputs
-of a convolution over tokens, and recurrent states of any shape.
+of a convolution over tokens, and recurrent states of any shape. It may have attention as well, by the seams of `kv_chunk`.
+
+Packed documents begin with new states. So no chunk has tokens of two documents, and the first chunk of a document is given none.
 
 Known limits: nothing but a layer's input is kept for backward, so `keep="attention"` keeps no more than `"input"` here.
+Neither does `keep="all"` with packed documents.
 
 Shapes: B batch, T sequence, E model width, C channels, K width of a convolution.
 """
@@ -18,50 +21,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from streamgrad.engine.kv_chunk import Attended, LayerChunk, SeamError, StopAfterWrite, UnknownSeamAttribute, spans
+from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, SeamError, StopAfterWrite, spans
 from streamgrad.engine.layer import StreamedCall
 from streamgrad.engine.trial import Span, Trial
 
 # Keyed by kind, "conv" or "recurrent", and number: a layer may have several of each.
 States = dict[tuple[str, int], Tensor]
+_KEYS = ("keys", 0)
 
 
-class RecurrentStates:
-    """States before each chunk, keyed by its first token, and the gradients of the states after the current chunk."""
+class RecurrentStream(KeyValueStream):
+    """States before each chunk, by its first token, and the gradients of the states after the current chunk; keys, if any."""
 
-    tensors = ()  # no keys and values
-
-    def __init__(self, names: set[tuple[str, int]]) -> None:
-        self.names = names  # of all states of the layer, known once a chunk has run
+    def __init__(self, length: int, names: set[tuple[str, int]] | None = None, document_starts: Sequence[int] = ()) -> None:
+        super().__init__(length)
+        self.names = set() if names is None else names  # of all that the layer writes, known once a chunk has run
+        self.document_starts = document_starts
         self.before: dict[int, States] = {0: {}}
         self.gradients: States = {}
 
 
 @dataclass
-class RecurrentChunk(LayerChunk):
+class RecurrentChunk(Chunk):
     """Cache of one call of a recurrent layer over `[start, stop)`, with the methods of `Cache` that transformers' layers call."""
 
-    start: int
-    stop: int
-    stream: RecurrentStates
-    stop_after_write: bool = False
-    in_backward: bool = False
-    ignores_padding: bool = False  # so that a trial's random tokens are not set to zero, as padding is
+    stream: RecurrentStream
     given: States = field(init=False, repr=False)
     read: set[tuple[str, int]] = field(default_factory=set, repr=False)
     written: States = field(default_factory=dict, repr=False)
-    recorded: list[Tensor] = field(default_factory=list, repr=False)
-
-    # A recurrent layer has no attention to keep.
-    kept: Attended | None = None
 
     def __post_init__(self) -> None:
-        self.given = self.stream.before[self.start]
+        self.given = {} if self.start in self.stream.document_starts else self.stream.before[self.start]
         if self.in_backward:
             self.given = {name: state.detach().requires_grad_() for name, state in self.given.items()}
 
@@ -74,7 +70,7 @@ class RecurrentChunk(LayerChunk):
         return self._read("recurrent", state_idx)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        return self.start > 0
+        return bool(self.given)
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """Return True, so that layers do not take a single token for a decoding step, which overwrites states."""
@@ -105,9 +101,15 @@ class RecurrentChunk(LayerChunk):
         if (kind, number) in self.written:
             raise SeamError("its layers write a state more than once")
         self.written[kind, number] = state
-        if self.stop_after_write and self.written.keys() == self.stream.names:
+        self._stop_if_all_is_written()
+
+    def _stop_if_all_is_written(self) -> None:
+        if self.stop_after_write and self._names() == self.stream.names:
             self._hand_on()
             raise StopAfterWrite
+
+    def _names(self) -> set[tuple[str, int]]:
+        return {*self.written, *([_KEYS] if self.attention_calls else [])}
 
     def _hand_on(self) -> None:
         # Cloned: a state may be a slice of a long tensor, which would stay alive.
@@ -116,15 +118,13 @@ class RecurrentChunk(LayerChunk):
             self.stream.before.pop(self.start)
 
     def check_finished(self) -> None:
+        super().check_finished()
         if not self.written:
             raise SeamError("its layers write no state into their cache")
         if self.given.keys() - self.read:
             raise SeamError("its layers do not read the states that they have written")
-        self.stream.names.update(self.written)
+        self.stream.names.update(self._names())
         self._hand_on()
-
-    def __getattr__(self, name: str) -> Any:
-        raise UnknownSeamAttribute(f"its layers read {name!r} of their cache, which a recurrent chunk does not have")
 
     # --- gradients -------------------------------------------------------------------------------------------------------
 
@@ -137,28 +137,43 @@ class RecurrentChunk(LayerChunk):
 
     def settle(self) -> None:
         self.stream.gradients = {name: state.grad for name, state in self.given.items() if state.grad is not None}
-        self.stream.before.pop(self.start)
+        self.stream.before.pop(self.start, None)
 
 
 @dataclass
 class RecurrentCall(StreamedCall):
-    """One call of a recurrent layer; its `run` takes a `RecurrentChunk`."""
+    """One call of a recurrent layer, whose `run` takes a `RecurrentChunk`; `mask` is None for a layer without attention."""
 
     names: set[tuple[str, int]] = field(default_factory=set)
+    document_starts: Sequence[int] = ()  # without the first document's
+
+    @property
+    def may_run_whole(self) -> bool:
+        return not self.document_starts
 
     def spans(self, length: int) -> list[tuple[int, int]]:
-        """Return spans of two tokens or more, as layers run other code for one; a sequence of one token is one span."""
-        found = spans(length, max(2, self.chunk_size))
-        if len(found) > 1 and found[-1][1] - found[-1][0] == 1:
-            found[-2:] = [(found[-2][0], found[-1][1])]
+        """Return spans inside of documents, of two tokens or more, as layers run other code for one, which takes a state up."""
+        found: list[tuple[int, int]] = []
+        for first, last in pairwise([0, *self.document_starts, length]):
+            own = [(first + start, first + stop) for start, stop in spans(last - first, max(2, self.chunk_size))]
+            if len(own) > 1 and own[-1][1] - own[-1][0] == 1:
+                own[-2:] = [(own[-2][0], own[-1][1])]
+            found += own
         return found
 
-    def chunk(self, span: tuple[int, int], stream: Any, *, keep_attention: bool = False, kept: Any = None, **options: Any) -> Any:
-        """Return the chunk; `keep_attention` and `kept` do not apply to a layer without attention."""
-        return RecurrentChunk(*span, stream=stream, **options)
+    def restored(self, length: int) -> list[int]:
+        """Return the chunks whose states another of the same document takes up; all but the last where there are keys."""
+        if self.mask is not None:
+            return super().restored(length)
+        starts = [start for start, _ in self.spans(length)]
+        return [index for index, start in enumerate(starts[1:]) if start not in self.document_starts]
 
-    def new_stream(self, length: int, tensors: tuple[Tensor, Tensor] | None = None) -> Any:
-        return RecurrentStates(self.names)
+    def chunk(self, span: tuple[int, int], stream: Any, *, keep_attention: bool = False, kept: Any = None, **options: Any) -> Any:
+        """Return the chunk; attention is never kept (`keep_attention`, `kept`), as the states are restored in any case."""
+        return RecurrentChunk(*span, stream=stream, mask=self.mask, backends=self.backends, **options)
+
+    def new_stream(self, length: int, tensors: tuple[Tensor, ...] | None = None) -> Any:
+        return RecurrentStream(length, self.names, self.document_starts)
 
     def trial(self, length: int) -> Trial:
         """Return the trial of a layer whose code may ignore the state before a chunk."""
@@ -166,9 +181,9 @@ class RecurrentCall(StreamedCall):
 
     def _run_from_start(self, h_BNE: Tensor, parts: Sequence[Span]) -> Tensor:
         """Run the layer on the parts of one sequence, each from the states after the one before."""
-        outputs, states = [], RecurrentStates(set())
+        outputs, stream = [], RecurrentStream(0)
         for span in parts:
-            chunk = RecurrentChunk(*span, stream=states, ignores_padding=True)
+            chunk = RecurrentChunk(*span, stream=stream, mask=None, backends=[], alone=True)
             outputs.append(self.run(h_BNE[:, slice(*span)], chunk))
             chunk.check_finished()
         return torch.cat(outputs, dim=1)

@@ -27,7 +27,7 @@ class Saved(Protocol):
         """Keep what chunk `index`, which has run, leaves; `attended` is None where attention is not kept."""
         ...
 
-    def finish(self, ctx: Any, keys_and_values: tuple[Tensor, Tensor]) -> None:
+    def finish(self, ctx: Any, keys_and_values: tuple[Tensor, ...]) -> None:
         """Leave what backward needs with `ctx`, once all chunks have run."""
         ...
 
@@ -39,11 +39,11 @@ class Saved(Protocol):
 
 
 class Reader(Protocol):
-    """What was kept, read in backward: first keys and values, or the first chunks in order; then all chunks in reverse order."""
+    """What was kept, read in backward: keys and values, or in order the chunks that recompute them; then all in reverse order."""
 
     has_attention: bool
 
-    def keys_and_values(self) -> tuple[Tensor, Tensor]: ...
+    def keys_and_values(self) -> tuple[Tensor, ...]: ...
 
     def chunk(self, index: int) -> tuple[Tensor, Attended | None]:
         """Return the layer's input for a chunk, and what is kept of its attention."""
@@ -61,7 +61,7 @@ class SavedOnDevice:
         if attended is not None:
             self._attended.append(attended)
 
-    def finish(self, ctx: Any, keys_and_values: tuple[Tensor, Tensor]) -> None:
+    def finish(self, ctx: Any, keys_and_values: tuple[Tensor, ...]) -> None:
         # Every chunk or none: attention that drew dropout cannot be kept, and then keys are recomputed as well.
         if len(self._attended) == len(self._spans):
             self._tensors += map(_alone, keys_and_values)
@@ -88,8 +88,8 @@ class _DeviceReader:
         self._spans = spans
         self.has_attention = len(tensors) > 1
 
-    def keys_and_values(self) -> tuple[Tensor, Tensor]:
-        return self._rest[0], self._rest[1]
+    def keys_and_values(self) -> tuple[Tensor, ...]:
+        return tuple(self._rest[:2])
 
     def chunk(self, index: int) -> tuple[Tensor, Attended | None]:
         start, stop = self._spans[index]
@@ -98,11 +98,11 @@ class _DeviceReader:
 
 
 class SavedOnHost:
-    """Kept on a shelf of the model's host store; the `first` chunks are read in order before all are read in reverse order."""
+    """Kept on a shelf of the model's host store; `restored` chunks are read in order before all are read in reverse order."""
 
-    def __init__(self, h_BTE: Tensor, spans: Sequence[Span], first: int, store: HostStore) -> None:
+    def __init__(self, h_BTE: Tensor, spans: Sequence[Span], restored: Sequence[int], store: HostStore) -> None:
         self._h_BTE: Tensor | None = h_BTE.detach()
-        self._spans, self._first = spans, first
+        self._spans, self._restored = spans, restored
         self._shelf: Shelf | None = store.shelf()
         self.has_attention = True
 
@@ -116,7 +116,7 @@ class SavedOnHost:
             tensors += [attended.out_BHLD, attended.lse_BHL]
         self._shelf.put(index, tensors)
 
-    def finish(self, ctx: Any, keys_and_values: tuple[Tensor, Tensor]) -> None:
+    def finish(self, ctx: Any, keys_and_values: tuple[Tensor, ...]) -> None:
         assert self._shelf is not None
         self._h_BTE = None
         chunks = list(range(len(self._spans)))
@@ -124,7 +124,7 @@ class SavedOnHost:
             self._shelf.put(_KEYS_AND_VALUES, keys_and_values)
             self._shelf.will_be_got([_KEYS_AND_VALUES, *reversed(chunks)])
         else:
-            self._shelf.will_be_got([*chunks[: self._first], *reversed(chunks)])
+            self._shelf.will_be_got([*self._restored, *reversed(chunks)])
 
     def reader(self, ctx: Any) -> Reader:
         if self._shelf is None:
@@ -143,9 +143,8 @@ class _HostReader:
     def __init__(self, shelf: Shelf, has_attention: bool) -> None:
         self._shelf, self.has_attention = shelf, has_attention
 
-    def keys_and_values(self) -> tuple[Tensor, Tensor]:
-        key, value = self._shelf.get(_KEYS_AND_VALUES)
-        return key, value
+    def keys_and_values(self) -> tuple[Tensor, ...]:
+        return tuple(self._shelf.get(_KEYS_AND_VALUES))
 
     def chunk(self, index: int) -> tuple[Tensor, Attended | None]:
         h_BLE, *attended = self._shelf.get(index)

@@ -24,7 +24,7 @@ import itertools
 import random
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamgrad.engine.grad_accumulator import stand_in, swapped_parameters
 from streamgrad.engine.guards import AdapterFacts, check_leaves
-from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, SeamError
+from streamgrad.engine.kv_chunk import Chunk, SeamError
 from streamgrad.engine.module_walk import modules_of, parameters_in
 from streamgrad.engine.replay import DRAWING, Autocast, RandomTape
 from streamgrad.ops.autograd import own_graph
@@ -52,28 +52,20 @@ _PASSED: weakref.WeakKeyDictionary[nn.Module, list[Hashable]] = weakref.WeakKeyD
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-@dataclass
-class LoneTokens(Chunk):
-    """A chunk in which every token sees itself only, beside a key of score 0 and value 0.
+def attend_alone(chunk: Chunk, query_BHND: Tensor, key_BGND: Tensor, value_BGND: Tensor, scale: float) -> Tensor:
+    """Return the attention output, (B, H, N, D), of tokens that see themselves only, beside a key of score 0 and value 0.
 
     out_t = sigmoid((q_t k_t + q_t a + a k_t) scale) v_t
 
     `a` is a fixed vector: by q_t k_t alone, a rotation of both by the same angle would not show.
     """
-
-    stream: KeyValueStream = field(default_factory=lambda: KeyValueStream(0))
-    mask: object = None
-    backends: list[Any] = field(default_factory=list)
-
-    def attend(self, query_BHND: Tensor, key_BGND: Tensor, value_BGND: Tensor, scale: float) -> Tensor:
-        """Return the attention output, (B, H, N, D)."""
-        self._check_tokens(key_BGND)
-        self.attention_calls += 1
-        groups = query_BHND.shape[1] // key_BGND.shape[1]
-        key_BHND, value_BHND = (tensor.repeat_interleave(groups, dim=1) for tensor in (key_BGND, value_BGND))
-        fixed_D = torch.arange(1, query_BHND.shape[-1] + 1, device=query_BHND.device).to(query_BHND.dtype).cos()
-        scores_BHN1 = (query_BHND * key_BHND + (query_BHND + key_BHND) * fixed_D).sum(dim=-1, keepdim=True) * scale
-        return scores_BHN1.sigmoid() * value_BHND
+    chunk.check_tokens(key_BGND)
+    chunk.attention_calls += 1
+    groups = query_BHND.shape[1] // key_BGND.shape[1]
+    key_BHND, value_BHND = (tensor.repeat_interleave(groups, dim=1) for tensor in (key_BGND, value_BGND))
+    fixed_D = torch.arange(1, query_BHND.shape[-1] + 1, device=query_BHND.device).to(query_BHND.dtype).cos()
+    scores_BHN1 = (query_BHND * key_BHND + (query_BHND + key_BHND) * fixed_D).sum(dim=-1, keepdim=True) * scale
+    return scores_BHN1.sigmoid() * value_BHND
 
 
 @dataclass
@@ -185,6 +177,11 @@ class Trial:
             if not differ and not gradients_differ:
                 return True
             h_BNE = draw()
+        if self.mixes_by_states:
+            raise SeamError(
+                f"{self.name} gives other outputs for tokens in chunks than for all at once, so it does not take up the state "
+                "before a chunk (layers of transformers before 5.22 do not)"
+            )
         raise SeamError(
             f"{self.name} gives other outputs or gradients for tokens in chunks than for all at once, so something beside "
             "attention depends on the other tokens of a chunk or on the place in it"

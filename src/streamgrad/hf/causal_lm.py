@@ -32,6 +32,7 @@ from streamgrad.head.module_head import summed_module_cross_entropy
 from streamgrad.head.targets import TargetRows, flatten, is_plain
 from streamgrad.hf.decoder import masks_by_chunk
 from streamgrad.hf.deepspeed import check_head
+from streamgrad.hf.discover import names_in
 from streamgrad.hf.mask_checks import check_predictions
 from streamgrad.hf.no_logits import NoLogits
 from streamgrad.hf.patching import (
@@ -52,7 +53,7 @@ class HeadStream:
     """The state that `enable` leaves on a model with a language-modelling head."""
 
     config: StreamConfig
-    logit_map: LogitMap
+    logit_map: LogitMap | None  # None where the model's forward makes its loss of full logits itself
     in_use: InUse = field(default_factory=InUse)
 
 
@@ -125,38 +126,61 @@ class _AnyOutput(BaseModelOutputWithPast):
         return None
 
 
+class _DtypeAlone:
+    """The head's weight in a traced forward, which may cast hidden states to its dtype and do no more with it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __getattr__(self, name: str) -> Any:
+        raise SeamError(_READS_WEIGHT)
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        raise SeamError(_READS_WEIGHT)
+
+
+_READS_WEIGHT = (
+    "its forward reads lm_head.weight itself, as Liger's fused linear cross entropy does; "
+    "where Liger is applied, apply it with fused_linear_cross_entropy=False"
+)
+
+
 class _Stub(nn.Module):
-    """A child module that returns a fixed value, with which a forward is traced without running anything."""
+    """A child module that returns a fixed value, with which a forward is traced without running anything.
 
-    @property
-    def weight(self) -> Tensor:
-        raise SeamError(
-            "its forward reads lm_head.weight itself, as Liger's fused linear cross entropy does; "
-            "where Liger is applied, apply it with fused_linear_cross_entropy=False"
-        )
+    It has the attributes, but for those of nn.Module, of the module in whose place it is: some forwards read them (rope_deltas).
+    """
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, replaced: nn.Module) -> None:
         super().__init__()
         self.value = value
+        # Not of its weight, which would be computed by reading it if it is parametrized.
+        self.weight = _DtypeAlone(next((parameter.dtype for parameter in replaced.parameters()), torch.float32))
+        kept = [name for name in vars(replaced) if not name.startswith("_") and name not in {*vars(self), "forward"}]
+        self.__dict__.update({name: vars(replaced)[name] for name in kept})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.value
 
 
-def traced_logit_map(model: PreTrainedModel, decoder: nn.Module, head: nn.Module) -> LogitMap:
-    """Return what `type(model).forward` does to the logits before its loss, by running it on a copy whose children are stubs."""
+def traced_logit_map(model: PreTrainedModel, decoder: nn.Module, head: nn.Module) -> LogitMap | None:
+    """Return what `type(model).forward` does to the logits before its loss, by running it on a copy whose children are stubs.
+
+    Return None if it makes a loss of its own, as those of Bart's and Whisper's decoders do, which do not shift labels.
+    """
+    names = names_in([model])
+    if "CrossEntropyLoss" in names and "loss_function" not in names:
+        return None
     hidden = torch.zeros(1, 2, model.config.get_text_config().hidden_size, device="meta")
     probe = object.__new__(type(model))
     probe.__dict__ = {**model.__dict__, "_modules": dict(model._modules)}
     for name, child in model._modules.items():
         path = next((path for path, module in child.named_modules() if module is decoder), None) if child is not None else None
         if path is None and child is not None and any(module is head for module in child.modules()):
-            probe._modules[name] = _Stub(LogitsPlaceholder(torch.zeros(())))
+            probe._modules[name] = _Stub(LogitsPlaceholder(torch.zeros(())), child)
         elif path is not None:
-            probe._modules[name] = stub = _Stub(_AnyOutput(last_hidden_state=hidden))
-            # Some forwards read attributes of it (rope_deltas). Those of nn.Module stay the stub's.
-            kept = [name for name in vars(child) if not name.startswith("_") and name not in {*vars(stub), "forward"}]
-            stub.__dict__.update({name: vars(child)[name] for name in kept})
+            probe._modules[name] = stub = _Stub(_AnyOutput(last_hidden_state=hidden), child)
             stub.__dict__.update(dict.fromkeys(path.split("."), stub))  # some forwards call model.decoder, others model
     recorded: list[Any] = []
 
@@ -196,11 +220,14 @@ def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream,
             args, kwargs = (), given
         restore.enter_context(stream.in_use.claimed(type(model).__name__, alone=computes_loss))
         reason = "it was called without labels, as by Trainer for label_smoothing_factor and compute_loss_func"
-        if computes_loss:
+        if computes_loss and stream.logit_map is None:
+            check_labels(model, arguments | {"shift_labels": arguments["labels"]})
+            reason = "its forward computes the loss from full logits itself"
+        elif computes_loss:
             check_labels(model, arguments)
             name = getattr(model.loss_function, "__name__", model.loss_function)
             reason = f"its loss_function, {name!r}, needs full logits"
-        if not computes_loss or model.loss_function is not ForCausalLMLoss:
+        if not computes_loss or stream.logit_map is None or model.loss_function is not ForCausalLMLoss:
             with masks_by_chunk(model, arguments):
                 output = stock(*args, **kwargs)
             if torch.is_grad_enabled():
@@ -208,7 +235,9 @@ def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream,
                 _announce_full_logits(model, output, arguments, reason)
             return output
         refuse_backward_hooks(model.get_output_embeddings())
-        job = _HeadJob(model.get_output_embeddings(), stream, arguments, model.config.get_text_config().vocab_size)
+        job = _HeadJob(
+            model.get_output_embeddings(), stream.config, stream.logit_map, arguments, model.config.get_text_config().vocab_size
+        )
         restore.enter_context(not_compiled([job.head]))
         restore.enter_context(temporary_attribute(job.head, "forward", job.head_forward))
         restore.enter_context(temporary_attribute(model, "_loss_function", job.loss_function))
@@ -232,8 +261,8 @@ def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream,
 class _HeadJob:
     """The head's part of one forward: it holds the targets and computes the loss."""
 
-    def __init__(self, head: Any, stream: HeadStream, arguments: dict[str, Any], vocabulary: int) -> None:
-        self.head, self.stream = head, stream
+    def __init__(self, head: Any, config: StreamConfig, logit_map: LogitMap, arguments: dict[str, Any], vocabulary: int) -> None:
+        self.head, self.logit_map = head, logit_map
         self.run = own_forward(head)
         self.is_linear = getattr(self.run, "__func__", None) is nn.Linear.forward
         self.items = arguments.get("num_items_in_batch")
@@ -255,10 +284,10 @@ class _HeadJob:
             # Not by its weight: ZeRO-3 gathers one that is read outside its module's call, and a parametrized one is computed.
             vocabulary=getattr(head, "out_features", vocabulary),
             ignore_index=ignore_index,
-            chunk_size=stream.config.head_chunk_size,
+            chunk_size=config.head_chunk_size,
             # Autograd of another head holds logits in its dtype and in fp32, log-probabilities and gradients.
             itemsize=weight.element_size() if self.is_linear else 16,
-            limit_bytes=stream.config.budget_bytes,
+            limit_bytes=config.budget_bytes,
         )
 
     def head_forward(self, hidden: Tensor) -> LogitsPlaceholder:
@@ -270,11 +299,11 @@ class _HeadJob:
         if self.is_linear and all(map(is_plain, self.head.parameters())):
             weight, bias = self.head.weight, self.head.bias  # read once: a parametrized weight is computed by reading it
             hidden_NE = flatten(hidden, weight, self.targets)[0]
-            total, count = summed_cross_entropy(hidden_NE, weight, bias, self.rows, self.stream.logit_map, divisor=items)
+            total, count = summed_cross_entropy(hidden_NE, weight, bias, self.rows, self.logit_map, divisor=items)
         else:
             check_head(self.head)
             hidden_NE = flatten(hidden, hidden, self.targets)[0]
-            total, count = summed_module_cross_entropy(self.head, self.run, hidden_NE, self.rows, self.stream.logit_map)
+            total, count = summed_module_cross_entropy(self.head, self.run, hidden_NE, self.rows, self.logit_map)
         self.is_done = True
         loss = mean_of(total, count) if items is None else total / items
         self.dtype = loss.dtype
@@ -284,7 +313,7 @@ class _HeadJob:
         if type(logits) is dict and logits.keys() == {"loss"} and logits["loss"].dtype == self.dtype:
             # An engine that casts what modules return has copied the placeholder to a dict.
             logits = LogitsPlaceholder(logits["loss"])
-        if not isinstance(logits, LogitsPlaceholder) or logits.logit_map != self.stream.logit_map or not self.is_done:
+        if not isinstance(logits, LogitsPlaceholder) or logits.logit_map != self.logit_map or not self.is_done:
             raise SeamError("its forward treats the logits differently from when it was enabled; enable it again")
         return logits["loss"]
 

@@ -7,10 +7,10 @@ as it stands, and a model between calls is the stock model but for the attribute
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
@@ -37,9 +37,11 @@ from streamgrad.hf.discover import (
     attention_configs,
     decoder_layers,
     foreign_attention,
+    has_attention,
     is_recurrent,
     layer_refusals,
 )
+from streamgrad.hf.documents import Documents
 from streamgrad.hf.fusion import Fusion
 from streamgrad.hf.layer_args import LayerArguments
 from streamgrad.hf.mask_checks import check_mask
@@ -54,7 +56,7 @@ from streamgrad.hf.patching import (
 from streamgrad.hf.peft import PEFT_ADAPTERS
 from streamgrad.hf.quantized import never_packed
 from streamgrad.hf.recorded import Recorder
-from streamgrad.hf.seams import layer_mask, streamed_attention_in, with_documents
+from streamgrad.hf.seams import NotCausal, layer_mask, streamed_attention_in, with_documents
 from streamgrad.hf.sequence_slices import SequenceGroup, Slices, WholeSequences, sequence_group
 from streamgrad.hf.step_plan import PlannedCall, Planner, Sample
 from streamgrad.memory.planner import HeadFacts, Plan
@@ -174,9 +176,9 @@ def _streamed(decoder: Any, stock: Callable[..., Any], stream: DecoderStream, se
 
 def _should_stream(decoder: Any, stream: DecoderStream, arguments: dict[str, Any]) -> bool:
     """Return True with a graph. Without one, return whether it saves memory: a long input, no cache to fill, no transform."""
-    masks = arguments.get("attention_mask")
-    made_outside = any(isinstance(mask, CausalMask) for mask in (masks.values() if isinstance(masks, dict) else [masks]))
-    if torch.is_grad_enabled() or made_outside:
+    given = arguments.get("attention_mask")
+    masks = given.values() if isinstance(given, dict) else [given]
+    if torch.is_grad_enabled() or any(isinstance(mask, CausalMask | NotCausal) for mask in masks):  # made outside
         return True
     if in_transform():
         return False
@@ -264,6 +266,7 @@ class _DecoderCall:
         self.decoder, self.layers, self.stream, self.sequences = decoder, layers, stream, sequences
         self.forwards = [own_forward(layer) for layer in layers]  # which are about to be replaced
         self.masks: _Masks = {}
+        self.documents = Documents(sequences)
         self.plan: Plan | None = None
 
     def streamed_forward(self, index: int) -> Callable[..., Tensor | tuple[Tensor]]:
@@ -279,14 +282,17 @@ class _DecoderCall:
             recorder, recurrent = Recorder(), is_recurrent(modules)
             if arguments.token_inputs.tensors and self.sequences.sharing.ranks > 1:
                 raise SeamError("its layers take inputs by token beside hidden states, and ranks share its sequences")
-            run = self._run(modules, arguments, recorder)
+            kind: Any = StreamedCall
             if recurrent:
-                _refuse_for_recurrent_layers(arguments, self.sequences)
-            mask = None if recurrent else self._mask(arguments, h_BTE)
+                kind = partial(RecurrentCall, document_starts=self.documents.starts(modules, arguments))
+            run = self._run(modules, arguments, recorder)
+            mask = self._mask(arguments, h_BTE) if has_attention(modules) else None
+            if recurrent and mask is not None and mask.uncut:
+                raise SeamError("one of its layers has attention and a state, and some tokens see each other both ways")
             if self.plan is None:  # this is the first layer
-                first = Sample(layer, run, mask, tuple(recorder.keys))
+                first = Sample(layer, run, mask, tuple(recorder.keys), recurrent)
                 self.plan = self._make_plan(h_BTE, chain([first], self._other_kinds(args, kwargs)))
-            call = (RecurrentCall if recurrent else StreamedCall)(
+            call = kind(
                 layer=layer,
                 run=run,
                 mask=mask,
@@ -306,7 +312,7 @@ class _DecoderCall:
             )
             out_BTE, *recorded = call(h_BTE)
             recorder.hand_over(map(self.sequences.sharing.whole, arguments.token_inputs.hand_over(recorded)))
-            return (out_BTE,) if arguments.returns_tuple else out_BTE
+            return out_BTE if arguments.beside is None else (out_BTE, *arguments.beside)
 
         return streamed
 
@@ -327,23 +333,30 @@ class _DecoderCall:
         return [parameters_of(layer) for layer in self.layers]
 
     def _other_kinds(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Sample]:
-        """Yield a layer of each other kind (class and sizes) than the first's, with the first layer's arguments but for its mask.
+        """Yield a layer of each other kind than the first's, with the first layer's arguments but for its mask.
 
-        Layers that take other arguments are left out; so are all where an engine has their parameters elsewhere until the call.
+        Layers that need other arguments are left out; so are all where an engine has their parameters elsewhere until the call.
         """
         if isinstance(self.layers[0], FSDPModule) or any(map(is_partitioned, self.parameters[0])):
             return
-        kinds = [(type(layer), *(p.shape for p in own)) for layer, own in zip(self.layers, self.parameters, strict=True)]
-        seen, names = {kinds[0]}, list(signature_of(self.forwards[0]).parameters)
-        for layer, forward, kind in zip(self.layers, self.forwards, kinds, strict=True):
-            if kind not in seen and list(signature_of(forward).parameters) == names:
-                seen.add(kind)
-                modules = modules_of(layer)
-                h_BTE, arguments = LayerArguments.bind(forward, args, kwargs)
-                arguments.attention_mask = None
-                mask = None if is_recurrent(modules) else self.sequences.mask(_mask_of(arguments, h_BTE.shape[1], h_BTE.shape[1]))
-                recorder = Recorder()
-                yield Sample(layer, self._run(modules, arguments, recorder), mask, tuple(recorder.keys))
+        (_, h_BTE), *named = named_arguments(self.forwards[0], args, kwargs).items()
+        seen = {kind_of_layer(self.layers[0])}
+        for index, (layer, forward) in enumerate(zip(self.layers, self.forwards, strict=True)):
+            names = signature_of(forward).parameters
+            takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values())
+            given = {name: value for name, value in named if takes_all or name in names}
+            given |= {"layer_idx": index} if "layer_idx" in given else {}
+            if (kind := kind_of_layer(layer)) in seen or not _accepts(forward, h_BTE, given):
+                continue
+            seen.add(kind)
+            modules = modules_of(layer)
+            _, arguments = LayerArguments.bind(forward, (h_BTE,), given)
+            arguments.attention_mask = mask = None
+            if has_attention(modules):
+                arguments.attention_mask = CausalMask()
+                mask = self.sequences.mask(_mask_of(arguments, h_BTE.shape[1], h_BTE.shape[1]))
+            recorder = Recorder()
+            yield Sample(layer, self._run(modules, arguments, recorder), mask, tuple(recorder.keys), is_recurrent(modules))
 
     def _mask(self, arguments: LayerArguments, h_BTE: Tensor) -> CausalMask | DenseMask | TreeMask:
         given = arguments.attention_mask
@@ -361,17 +374,17 @@ class _DecoderCall:
         return planner.plan(PlannedCall(self.decoder, self.parameters, h_BTE, stream.head, stream.host_store, sharing), costs)
 
 
-def _refuse_for_recurrent_layers(arguments: LayerArguments, sequences: WholeSequences) -> None:
-    if sequences.tree is not None:
-        raise SeamError("some of its layers hand a state from token to token, and its sequences share their beginnings")
-    if sequences.sharing.ranks > 1:
-        raise SeamError("some of its layers hand a state from token to token, and ranks share its sequences")
-    for name in ("cu_seq_lens_q", "seq_idx"):
-        if arguments.others.get(name) is not None:
-            raise SeamError(f"it was called with {name}, and states of layers that begin anew inside of a sequence are not known")
-    mask = arguments.attention_mask
-    if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
-        raise SeamError(f"its recurrent layers are given a {type(mask).__name__} as their mask, and not which tokens are padding")
+def kind_of_layer(layer: nn.Module) -> Hashable:
+    """Return what layers that cost the same have in common: class and sizes."""
+    return type(layer), *(parameter.shape for parameter in parameters_of(layer))
+
+
+def _accepts(forward: Callable[..., Any], h_BTE: Tensor, arguments: dict[str, Any]) -> bool:
+    try:
+        signature_of(forward).bind(h_BTE, **arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def _mask_of(arguments: LayerArguments, length: int, chunk_size: int) -> CausalMask | DenseMask:

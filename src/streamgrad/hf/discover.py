@@ -31,9 +31,12 @@ from streamgrad.hf.quantized import is_packed
 # Rotary embeddings whose frequencies follow the longest position they are shown: a chunk would show them its own.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _TOKEN_MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase, nn.modules.batchnorm._BatchNorm)
-# Layers whose memory of earlier tokens is a state (`engine.recurrent_chunk`), in transformers' names.
-_RECURRENT_LAYER_TYPES = {"linear_attention", "conv"}
-_STREAMABLE_LAYER_TYPES = {"full_attention", "sliding_attention", *_RECURRENT_LAYER_TYPES}
+# Methods of a cache by which layers remember earlier tokens in a state (`engine.recurrent_chunk`).
+_WRITE_STATES = {"update_conv_state", "update_recurrent_state"}
+_WITHOUT_ATTENTION = {"mlp", "moe"}
+_STREAMABLE_LAYER_TYPES = {
+    "full_attention", "sliding_attention", "linear_attention", "conv", "hybrid", "hybrid_sliding", *_WITHOUT_ATTENTION,
+}  # fmt: skip
 
 
 def unwrap(model: Any) -> PreTrainedModel:
@@ -102,6 +105,8 @@ def layer_refusals(modules: list[nn.Module]) -> Iterator[str]:
     layer, recurrent = modules[0], is_recurrent(modules)
     if isinstance(getattr(layer, "_orig_mod", None), nn.Module):
         yield "its layers are wrapped by torch.compile; leave that out, or compile modules inside of the layers"
+    if "mamba_selective_scan" in names_in(modules):
+        yield f"{type(layer).__name__} has the scan of Mamba 1, which begins with a new state wherever it is given several tokens"
     for module in modules:
         reason = _class_refusal(type(module))  # type: ignore[arg-type]
         if recurrent and isinstance(module, nn.Conv1d):
@@ -144,14 +149,36 @@ def _has_tensorwise_scales(module: Any) -> bool:
 
 
 def is_recurrent(modules: list[nn.Module]) -> bool:
-    """Return whether a layer's modules hand a state from token to token in place of attention."""
-    names = {module.__dict__.get(name) for module in modules for name in ("layer_type", "block_type")}
-    return not names.isdisjoint(_RECURRENT_LAYER_TYPES)
+    """Return whether a layer's modules hand a state from token to token, in place of attention or beside it."""
+    return not _WRITE_STATES.isdisjoint(names_in(modules))
 
 
 def has_recurrent_layers(decoder: nn.Module) -> bool:
     """Return whether some of its layers have states."""
     return any(is_recurrent(modules_of(layer)) for layer in decoder_layers(decoder))
+
+
+def has_attention(modules: list[nn.Module]) -> bool:
+    """Return whether a layer has attention. One without states has it unless it says otherwise."""
+    if is_recurrent(modules):
+        return _looks_attention_up(modules)
+    return modules[0].__dict__.get("block_type") not in _WITHOUT_ATTENTION
+
+
+def _looks_attention_up(modules: list[nn.Module]) -> bool:
+    """Return whether the modules' code uses transformers' table of attention functions: not all models that do say so."""
+    return "ALL_ATTENTION_FUNCTIONS" in names_in(modules)
+
+
+def names_in(modules: list[nn.Module]) -> set[str]:
+    """Return the global names, attributes and strings in the code of the modules' forward methods."""
+    return set().union(*(_names_in_forward(type(module)) for module in modules))  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_in_forward(kind: type) -> set[str]:
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)  # type: ignore[attr-defined]
+    return set() if code is None else {*code.co_names, *(word for word in code.co_consts if isinstance(word, str))}
 
 
 def _place(layer: nn.Module, module: nn.Module) -> str:
@@ -228,7 +255,7 @@ def _refusals(decoder: Any, layers: list[nn.Module], config: Any, *, makes_masks
         )
     for layer in layers:
         yield from layer_refusals(modules_of(layer))
-    with_attention = [layer for layer in layers if not is_recurrent(modules_of(layer))]
+    with_attention = [modules for modules in map(modules_of, layers) if has_attention(modules)]
     if not isinstance(decoder, PreTrainedModel) or not (
         getattr(decoder, "_supports_attention_backend", False) or all(map(_looks_attention_up, with_attention))
     ):
@@ -244,12 +271,6 @@ def _refusals(decoder: Any, layers: list[nn.Module], config: Any, *, makes_masks
     for layer in layers:
         if cache_argument(own_forward(layer)) is None:
             yield f"{type(layer).__name__} takes no key/value cache (none of {', '.join(CACHE_NAMES)})"
-
-
-def _looks_attention_up(layer: nn.Module) -> bool:
-    """Return whether its modules' code uses transformers' table of attention functions: not all models that do say so."""
-    calls = [inspect.unwrap(type(module).forward) for module in modules_of(layer)]
-    return any("ALL_ATTENTION_FUNCTIONS" in call.__code__.co_names for call in calls if hasattr(call, "__code__"))
 
 
 def sliding_window(config: Any) -> int | None:

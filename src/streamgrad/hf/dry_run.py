@@ -12,8 +12,11 @@ from __future__ import annotations
 import copy
 import importlib
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple
+from itertools import islice
 from typing import Any, NoReturn
 
 import torch
@@ -23,13 +26,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, masking_utils
 
 from streamgrad.config import StreamConfig
-from streamgrad.engine.kv_chunk import Attended, Chunk, KeyValueStream
+from streamgrad.engine.kv_chunk import Attended, Chunk
+from streamgrad.engine.module_walk import modules_of, parameters_in
+from streamgrad.engine.recurrent_chunk import RecurrentChunk, RecurrentStream
 from streamgrad.hf.configs import check_alike, short_reason, with_layers
-from streamgrad.hf.decoder import DecoderStream, decoder_forward
-from streamgrad.hf.discover import decoder_layers, find_decoder, has_recurrent_layers, sliding_window
+from streamgrad.hf.decoder import DecoderStream, decoder_forward, kind_of_layer
+from streamgrad.hf.discover import decoder_layers, find_decoder, has_attention, is_recurrent, sliding_window
 from streamgrad.hf.patching import InstalledForward
 from streamgrad.hf.step_plan import Sample
-from streamgrad.memory.costs import LayerProfile, ModelShape
+from streamgrad.memory.costs import LayerCosts, LayerProfile, ModelShape
 from streamgrad.memory.live_bytes import LiveBytes
 from streamgrad.memory.measure import measured_costs
 from streamgrad.ops import fused
@@ -39,29 +44,33 @@ TOKENS = 512
 
 
 def model_shape(config: PretrainedConfig, *, dtype: torch.dtype = torch.bfloat16, lora_rank: int | None = None) -> ModelShape:
-    """Return the shape of the causal language model that transformers builds from `config`, with the costs of its first layer."""
+    """Return the shape of the causal language model that transformers builds from `config`, with the costs of its first layer.
+
+    Where some layers have states, one layer of each kind is measured, and the shape has the costs of `_typical`.
+    """
     check_alike(config, "planned for")
     text = config.get_text_config(decoder=True)
     whole = meta_model(config, dtype=dtype)
-    if has_recurrent_layers(find_decoder(whole)):  # which refuses what cannot be streamed
-        raise ValueError(
-            f"{type(whole).__name__} cannot be planned for: its layers are of several kinds, and what one of them takes does not "
-            "tell what the others do."
-        )
-    parts = [module for layer in decoder_layers(whole.get_decoder()) for module in layer.modules()]
-    inside = sum(parameter.numel() for module in parts for parameter in module.parameters(recurse=False))
+    own_layers = list(map(modules_of, decoder_layers(find_decoder(whole))))  # which refuses what cannot be streamed
+    hybrid = any(map(is_recurrent, own_layers))
+    parts = {module for modules in own_layers for module in modules}
+    inside = sum(parameter.numel() for parameter in parameters_in(parts))
     linear = [module.weight.numel() for module in parts if isinstance(module, nn.Linear)]
-    total, layers = sum(parameter.numel() for parameter in whole.parameters()), text.num_hidden_layers
+    total, layers = sum(parameter.numel() for parameter in whole.parameters()), len(own_layers)
     head = whole.get_output_embeddings()
     if head is None:
         raise ValueError(f"{type(whole).__name__} has no language-modelling head, and a training step needs one.")
     kinds = getattr(text, "layer_types", None)
     # As many layers as have one of each kind: for each there may be rotary angles.
-    short = meta_model(with_layers(config, 1 + max(map(kinds.index, kinds)) if kinds else 1), dtype=dtype, lora_rank=lora_rank)
-    first = decoder_layers(short.get_decoder())[0]
-    adapters = sum(parameter.numel() for parameter in first.parameters() if parameter.requires_grad) if lora_rank else 0
+    part = config if hybrid else with_layers(config, 1 + max(map(kinds.index, kinds)) if kinds else 1)
+    short = meta_model(part, dtype=dtype, lora_rank=lora_rank)
+    measured = decoder_layers(short.get_decoder()) if hybrid else decoder_layers(short.get_decoder())[:1]
+    trained = [parameter.numel() for layer in measured for parameter in layer.parameters() if parameter.requires_grad]
+    adapters = sum(trained) // len(measured) if lora_rank else 0
     window = sliding_window(config)
     full = layers if window is None else 0 if kinds is None else kinds.count("full_attention")
+    if hybrid and window is None:  # to layers without attention, one key a query
+        window, full = 1, sum(map(has_attention, own_layers))
     head_parameters = sum(parameter.numel() for parameter in head.parameters())
     return ModelShape(
         layers=layers,
@@ -79,8 +88,8 @@ def model_shape(config: PretrainedConfig, *, dtype: torch.dtype = torch.bfloat16
         tied=head.weight is whole.get_input_embeddings().weight,
         linear_weights=sum(linear) // layers,
         largest_linear=max(linear, default=0),
-        profile=profile_layer(short, fused_parts=dtype.itemsize == 2),
-        eager=profile_layer(short, fused_parts=False),
+        profile=profile_layer(short, fused_parts=dtype.itemsize == 2, every_kind=hybrid),
+        eager=profile_layer(short, fused_parts=False, every_kind=hybrid),
     )
 
 
@@ -106,17 +115,21 @@ def meta_model(config: PretrainedConfig, *, dtype: torch.dtype, lora_rank: int |
     return model
 
 
-def profile_layer(model: PreTrainedModel, *, fused_parts: bool) -> LayerProfile:
-    """Return the costs of the first layer of a model on the meta device, which stays as it is.
+def profile_layer(model: PreTrainedModel, *, fused_parts: bool, every_kind: bool = False) -> LayerProfile:
+    """Return the costs of the first layer of a model on the meta device, which stays as it is; or of one layer of every kind.
 
     `fused_parts` says whether norms, rotary embeddings and activations run as single kernels, as they do on a GPU in 16 bits.
     """
     decoder = find_decoder(model)
     stream = DecoderStream(StreamConfig(fused_kernels="on" if fused_parts else "off"))
-    recorder = _Recorder()
+    layers = decoder_layers(decoder)
+    numbers = Counter(map(kind_of_layer, layers))
+    firsts = {kind_of_layer(layer): layer for layer in reversed(layers)}
+    measured = [*firsts.values()] if every_kind else layers[:1]
+    recorder = _Recorder({id(layer): numbers[kind_of_layer(layer)] for layer in measured})
     stream.backends, stream.planner = [recorder.attention], recorder  # type: ignore[assignment]
     installed = InstalledForward(decoder, decoder_forward, stream)
-    with FakeTensorMode(), _with_fake_parameters(decoder), _shapes_for_kernels(), _no_packing():
+    with FakeTensorMode(), _with_fake_parameters(decoder, measured), _shapes_for_kernels(), _no_packing():
         installed.install()
         ids = torch.zeros(1, TOKENS, dtype=torch.long)
         try:
@@ -131,13 +144,17 @@ def profile_layer(model: PreTrainedModel, *, fused_parts: bool) -> LayerProfile:
 
 
 class _Finished(Exception):
-    """Raised when the first layer has been profiled: nothing after it is of interest."""
+    """Raised when layers have been profiled: nothing after it is of interest."""
 
 
 class _Recorder:
-    """Takes the place of the decoder's planner, which is handed the first layer, ready to run."""
+    """Takes the place of the decoder's planner, which is handed the first layer, and then the others of `numbers`, ready to run.
 
-    def __init__(self) -> None:
+    `numbers` says how many layers of its kind there are for each layer, by its id.
+    """
+
+    def __init__(self, numbers: dict[int, int]) -> None:
+        self.numbers = numbers
         self.profile: LayerProfile | None = None
         self.attention = _ShapesOfAttention()
         self.live = LiveBytes()
@@ -149,25 +166,55 @@ class _Recorder:
         return True
 
     def measured_costs(self, samples: Iterable[Sample], backends: list[Any], h_BLE: Tensor, sharing: Any) -> NoReturn:
-        first = next(iter(samples))
-        positions = self.live.live_bytes - h_BLE.nbytes
-        h_BLE, attention = torch.empty_like(h_BLE).requires_grad_(), self.attention
+        positions = (self.live.live_bytes - h_BLE.nbytes) / TOKENS
+        found: dict[int, LayerProfile] = {}
+        for sample in islice(samples, len(self.numbers)):
+            found[id(sample.layer)] = self._profiled(sample, backends, torch.empty_like(h_BLE).requires_grad_(), positions)
+        if found.keys() != self.numbers.keys():
+            raise ValueError("it cannot be planned for: some of its layers take arguments that its first layer does not take")
+        self.profile = _typical([(profile, self.numbers[layer]) for layer, profile in found.items()])
+        raise _Finished
+
+    def _profiled(self, sample: Sample, backends: list[Any], h_BLE: Tensor, positions: float) -> LayerProfile:
+        attention = self.attention
+        attention.flops_before = attention.query_heads = attention.head_size = 0
+        kind: Any = RecurrentChunk if sample.recurrent else Chunk
         with torch.enable_grad(), _flop_counter() as forward:
             attention.flops = forward
-            out_BLE = first.run(h_BLE, Chunk(0, TOKENS, KeyValueStream(TOKENS), first.mask, backends))
+            out_BLE = sample.run(h_BLE, kind(0, TOKENS, RecurrentStream(TOKENS), sample.mask, backends))
         with _flop_counter() as backward:
             torch.autograd.backward(out_BLE, torch.empty_like(h_BLE))
         attention.flops = None
-        self.profile = LayerProfile(
-            costs=measured_costs(first.layer, first.run, first.mask, backends, h_BLE),
+        # States are there once most of the layer has run.
+        before = forward.get_total_flops() if sample.recurrent else attention.flops_before
+        return LayerProfile(
+            costs=measured_costs(sample.layer, sample.run, sample.mask, backends, h_BLE, recurrent=sample.recurrent),
             forward_flops=forward.get_total_flops() / TOKENS,
             backward_flops=backward.get_total_flops() / TOKENS,
-            projection_flops=attention.flops_before / TOKENS,
+            projection_flops=before / TOKENS,
             query_heads=attention.query_heads,
             head_size=attention.head_size,
-            positions=positions / TOKENS,
+            positions=positions,
         )
-        raise _Finished
+
+
+def _typical(kinds: Sequence[tuple[LayerProfile, int]]) -> LayerProfile:
+    """Return a layer with the bytes of the largest of several kinds, as training plans for, and their mean FLOPs by number."""
+    profiles, numbers = zip(*kinds, strict=True)
+
+    def mean(name: str) -> float:
+        flops = sum(number * getattr(profile, name) for profile, number in kinds)
+        return flops / sum(numbers) if len(kinds) > 1 else getattr(profiles[0], name)
+
+    return LayerProfile(
+        costs=LayerCosts(*map(max, zip(*(astuple(profile.costs) for profile in profiles), strict=True))),
+        forward_flops=mean("forward_flops"),
+        backward_flops=mean("backward_flops"),
+        projection_flops=mean("projection_flops"),
+        query_heads=max(profile.query_heads for profile in profiles),
+        head_size=max(profile.head_size for profile in profiles),
+        positions=profiles[0].positions,
+    )
 
 
 def _flop_counter() -> FlopCounterMode:
@@ -255,9 +302,9 @@ def _no_packing() -> Iterator[None]:
 
 
 @contextmanager
-def _with_fake_parameters(decoder: nn.Module) -> Iterator[None]:
-    """Within the block, the decoder's tensors (of its layers, those of the first) are fake ones instead of meta ones."""
-    rest = {id(module) for layer in decoder_layers(decoder)[1:] for module in layer.modules()}
+def _with_fake_parameters(decoder: nn.Module, layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Within the block, the decoder's tensors (of its layers, those of `layers`) are fake ones instead of meta ones."""
+    rest = {id(module) for layer in decoder_layers(decoder) if layer not in layers for module in layer.modules()}
     entries: list[tuple[dict[str, Any], str, Tensor]] = [
         (tensors, name, tensor)
         for module in decoder.modules()

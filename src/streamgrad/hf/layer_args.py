@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streamgrad.attention.masks import CausalMask, DenseMask
 from streamgrad.engine.kv_chunk import Chunk, SeamError
 from streamgrad.engine.recurrent_chunk import RecurrentChunk
 from streamgrad.hf.patching import named_arguments, signature_of
@@ -16,13 +17,16 @@ from streamgrad.hf.token_inputs import TokenInputs
 
 CACHE_NAMES = ("past_key_values", "layer_past", "past_key_value", "cache_params")
 
+# Arguments that say where packed documents begin.
+DOCUMENTS = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+# Of recurrent layers, (B, T): they set padded tokens to zero.
+_PADDING_MASKS = {"attention_mask", "mamba_attention_mask"}
 # The axis of each per-token argument that runs over the sequence.
-_TOKEN_AXIS = {"position_ids": -1, "position_embeddings": -2, "cache_position": 0, "seq_idx": -1, "attention_mask": -1}
+_TOKEN_AXIS = {"position_ids": -1, "position_embeddings": -2, "cache_position": 0, "seq_idx": -1} | dict.fromkeys(
+    _PADDING_MASKS, -1
+)
 # Arguments about the whole batch, which are passed uncut.
-_WHOLE = {
-    "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch", "ignore_index", "labels",
-    "shift_labels",
-}  # fmt: skip
+_WHOLE = {*DOCUMENTS, "num_items_in_batch", "ignore_index", "labels", "shift_labels"} - {"seq_idx"}
 
 
 @dataclass
@@ -36,8 +40,9 @@ class LayerArguments:
     attention_mask: Any
     others: dict[str, Any]
     cache_name: str
+    mask_name: str
     token_inputs: TokenInputs
-    returns_tuple: bool = False
+    beside: tuple[None, ...] | None = None  # what the layer returns beside hidden states, where it returns a tuple
 
     @classmethod
     def bind(cls, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, LayerArguments]:
@@ -50,27 +55,30 @@ class LayerArguments:
         if cache_name is None:
             raise SeamError(f"its layers take no key/value cache (none of {', '.join(CACHE_NAMES)})")
         hidden_states = values.pop(next(iter(names)))
-        attention_mask = values.pop("attention_mask", None)
+        masks = [name for name, value in values.items() if name.endswith("mask") and is_causal_mask(value)]
+        mask_name = "attention_mask" if "attention_mask" in masks or not masks else masks[0]
+        attention_mask = values.pop(mask_name, None)
         values.pop(cache_name, None)
         values.pop("use_cache", None)
-        token_inputs = TokenInputs(values, hidden_states.shape)
+        token_inputs = TokenInputs(values, hidden_states.shape, but_for=_TOKEN_AXIS.keys() | _WHOLE)
         for name, value in values.items():
             _check_argument(name, value)
-        return hidden_states, cls(forward, attention_mask, values, cache_name, token_inputs)
+        return hidden_states, cls(forward, attention_mask, values, cache_name, mask_name, token_inputs)
 
-    def run(self, h_BLE: Tensor, chunk: Chunk | RecurrentChunk) -> Tensor:
-        """Return the layer's hidden states for one chunk, taken out of the 1-tuple that some layers return."""
-        others = {name: _cut(name, value, chunk.start, chunk.stop) for name, value in self.others.items()}
-        others |= self.token_inputs.arguments(chunk, chunk.start, chunk.stop)
-        # Recurrent layers get the padding mask, (B, T), and set padded tokens to zero.
-        mask: Any = chunk
+    def run(self, h_BLE: Tensor, chunk: Chunk) -> Tensor:
+        """Return the layer's hidden states for one chunk, taken out of the tuple that some layers return."""
+        others = {name: _cut(name, value, chunk) for name, value in self.others.items()}
+        others |= self.token_inputs.arguments(chunk)
+        others[self.cache_name] = others[self.mask_name] = chunk
         if isinstance(chunk, RecurrentChunk):
-            mask = None if chunk.ignores_padding else _cut("attention_mask", self.attention_mask, chunk.start, chunk.stop)
-        out = self.forward(h_BLE, attention_mask=mask, **{self.cache_name: chunk}, **others)
+            others = {name: value for name, value in others.items() if name not in DOCUMENTS}  # chunks keep them apart
+            if not is_causal_mask(self.attention_mask):
+                others[self.mask_name] = _cut(self.mask_name, self.attention_mask, chunk)
+        out = self.forward(h_BLE, **others)
         if isinstance(out, tuple):
-            if len(out) != 1:
+            if any(value is not None for value in out[1:]):
                 raise SeamError(f"its layers return {len(out)} values, and only hidden states can be streamed")
-            out, self.returns_tuple = out[0], True
+            out, self.beside = out[0], out[1:]
         if not isinstance(out, Tensor) or out.shape[:2] != h_BLE.shape[:2]:
             raise SeamError("its layers do not return one hidden state per token")
         return out
@@ -92,11 +100,18 @@ def _check_argument(name: str, value: Any) -> None:
         raise SeamError(f"its layers take {name} of shape {shapes}, and how to cut it into chunks is not known")
 
 
-def _cut(name: str, value: Any, start: int, stop: int) -> Any:
+def is_causal_mask(value: Any) -> bool:
+    """Return whether an argument says what attention sees, (T x T) if written out; a padding mask, (B, T), does not."""
+    return isinstance(value, CausalMask | DenseMask) or (isinstance(value, Tensor) and value.ndim == 4)
+
+
+def _cut(name: str, value: Any, chunk: Chunk) -> Any:
     axis = _TOKEN_AXIS.get(name)
     if axis is None or value is None:
         return value
+    if name in _PADDING_MASKS and chunk.alone:
+        return None  # else random tokens would be set to zero, as padding is
     if isinstance(value, Tensor):
-        is_whole = start == 0 and stop == value.shape[axis]
-        return value if is_whole else value.narrow(axis, start, stop - start)
-    return type(value)(_cut(name, item, start, stop) for item in value)
+        is_whole = chunk.start == 0 and chunk.stop == value.shape[axis]
+        return value if is_whole else value.narrow(axis, chunk.start, chunk.stop - chunk.start)
+    return type(value)(_cut(name, item, chunk) for item in value)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from streamgrad.attention.masks import CausalMask, DenseMask
 from streamgrad.attention.streamed import streamed_attention
 from streamgrad.engine.kv_chunk import Chunk, SeamError
 from streamgrad.engine.replay import as_autocast
-from streamgrad.engine.trial import LoneTokens
 
 IMPLEMENTATION = "streamgrad"
 
@@ -82,7 +82,7 @@ def stream_attention_forward(
 def _check_explicit(chunk: Chunk) -> None:
     """Raise unless there is a mask: stock attention that is not causal sees all keys where it is given none."""
     mask = chunk.mask
-    if not isinstance(chunk, LoneTokens) and (not isinstance(mask, CausalMask) or mask.blocks is None):
+    if not chunk.alone and (not isinstance(mask, CausalMask) or mask.blocks is None):
         raise SeamError(
             "its attention is not causal, and no argument says which tokens see each other both ways (PaliGemma's processor "
             "makes token_type_ids when it is given suffix=, the answers)"
@@ -126,6 +126,16 @@ def attention_name(config: Any) -> str | None:
 # --- Masks ----------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class NotCausal:
+    """A mask that cannot be streamed, and that may never be used: decoders of encoder-decoders make one for the encoder."""
+
+    reason: str
+    shape: tuple[int, ...]  # as of a mask that is ready for a model's layers, and is not made anew
+
+    ndim = 4
+
+
 def stream_mask(
     batch_size: int,
     q_length: int,
@@ -133,16 +143,16 @@ def stream_mask(
     q_offset: int = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: Tensor | CausalMask | None = None,
+    attention_mask: Tensor | CausalMask | NotCausal | None = None,
     use_vmap: bool = False,
     config: Any = None,
     **kwargs: Any,
-) -> CausalMask:
+) -> CausalMask | NotCausal:
     """Return the mask for the arguments of `masking_utils.sdpa_mask`, without a (T x T) tensor.
 
-    Raise unless it is causal but for blocks of tokens that see each other both ways.
+    It is causal but for blocks of tokens that see each other both ways, or says why it cannot be streamed.
     """
-    if isinstance(attention_mask, CausalMask):  # made outside of the decoder
+    if isinstance(attention_mask, CausalMask | NotCausal):  # made outside of the decoder
         return attention_mask
     if q_length != kv_length or q_offset or kv_offset:
         raise ValueError(
@@ -155,7 +165,7 @@ def stream_mask(
         raise SeamError("it overlays a custom mask function, which may let tokens see later ones")
     if causal_mask_function not in leaves or sum(_kind(leaf) == _BLOCKS for leaf in leaves) > 1:
         names = ", ".join(leaf.__qualname__ for leaf in leaves)
-        raise SeamError(f"its attention mask ({names}) is not causal")
+        return NotCausal(f"its attention mask ({names}) is not causal", (batch_size, 1, q_length, kv_length))
     window: int | None = None
     documents_BT: Tensor | None = None
     ids_BT: Tensor | None = None
@@ -245,6 +255,8 @@ def layer_mask(attention_mask: object, length: int, *, chunk_size: int) -> Causa
                 "itself, hide it from all others, or call streamgrad.disable(model) for this batch."
             )
         return mask
+    if isinstance(attention_mask, NotCausal):
+        raise SeamError(attention_mask.reason)
     raise SeamError(f"its layers receive a mask of type {type(attention_mask).__name__}, which cannot be cut into chunks")
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from streamgrad.config import StreamConfig
 from streamgrad.engine.host_offload import HostStore
+from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.module_walk import modules_of, parameters_of
 from streamgrad.engine.policy import LayerPolicy
 from streamgrad.engine.ulysses import SequenceSharing
@@ -52,7 +53,7 @@ _FRAGMENTS = (
 
 @dataclass(frozen=True)
 class Sample:
-    """One layer of a kind, ready to run as in `StreamedCall`; `mask` is None for a recurrent layer.
+    """One layer of a kind, ready to run as in `StreamedCall`; `mask` is None for a layer without attention.
 
     `recorded` names what transformers records while it runs.
     """
@@ -61,6 +62,7 @@ class Sample:
     run: Callable[..., Tensor]
     mask: object
     recorded: tuple[str, ...]
+    recurrent: bool
 
 
 @dataclass(frozen=True)
@@ -137,14 +139,14 @@ class Planner:
                 kinds.append(self._measured(sample, backends, h_BTE, sharing))
             except torch.OutOfMemoryError:
                 raise
-            except (RuntimeError, KeyError) as error:  # where layers of a kind are called with other arguments than the first
+            except (RuntimeError, LookupError, SeamError) as error:  # where its kind is called with arguments of its own
                 if not kinds:
                     raise
                 logger.debug("streamgrad: %s is not measured: %s", type(sample.layer).__name__, error)
         return LayerCosts(*map(max, zip(*map(astuple, kinds), strict=True)))
 
     def _measured(self, sample: Sample, backends: list[Any], h_BTE: Tensor, sharing: SequenceSharing) -> LayerCosts:
-        layer, recurrent = sample.layer, sample.mask is None
+        layer, recurrent = sample.layer, sample.recurrent
         trainable = tuple((parameter.requires_grad, parameter.shape) for parameter in parameters_of(layer))
         autocast = torch.is_autocast_enabled(h_BTE.device.type) and torch.get_autocast_dtype(h_BTE.device.type)
         # A power of two, so that short sequences of ever new lengths are not each measured.

@@ -1,7 +1,8 @@
-"""Inputs of a decoder layer beside hidden states that hold something for each token and have a gradient (Gemma 4).
+"""Inputs of a decoder layer beside hidden states that hold something for each token and may need a gradient.
 
-These are a vector per token and layer, `per_layer_input`, and keys and values that an earlier layer has left in the dict
-`shared_kv_states` for this one to attend to. A streamed layer takes them as inputs and returns those that it leaves as outputs.
+These are vectors of tokens, as Zamba 2's embeddings and a vector per token and layer (Gemma 4), and keys and values that an
+earlier layer has left in the dict `shared_kv_states` for this one to attend to (Gemma 4). A streamed layer takes them as inputs
+and returns those that it leaves as outputs.
 
 Shapes: B batch, G key/value heads, T sequence, D head size.
 """
@@ -9,14 +10,14 @@ Shapes: B batch, G key/value heads, T sequence, D head size.
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Container, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from streamgrad.engine.kv_chunk import LayerChunk, SeamError
+from streamgrad.engine.kv_chunk import Chunk, SeamError
 
-_VECTOR, _SHARED = "per_layer_input", "shared_kv_states"
+_SHARED = "shared_kv_states"
 
 
 class _SharedKeys(UserDict[str, tuple[Tensor, Tensor]]):
@@ -35,35 +36,37 @@ class _SharedKeys(UserDict[str, tuple[Tensor, Tensor]]):
 class TokenInputs:
     """The inputs of one layer call: `tensors`, with tokens along the second axis of each, and the arguments they stand for."""
 
-    def __init__(self, arguments: dict[str, Any], h_shape: Sequence[int]) -> None:
-        """Take the inputs out of a layer's `arguments`, given the shape of its hidden states."""
+    def __init__(self, arguments: dict[str, Any], h_shape: Sequence[int], *, but_for: Container[str]) -> None:
+        """Take the inputs out of a layer's `arguments`, but for some names, given the shape of its hidden states."""
         self._shared: MutableMapping[str, tuple[Tensor, Tensor]] | None = arguments.pop(_SHARED, None)
         self._given = list(self._shared or ())
         self._written: list[str] = []
-        self._has_vector = isinstance(arguments.get(_VECTOR), Tensor)
-        self.tensors: list[Tensor] = [arguments.pop(_VECTOR)] if self._has_vector else []
+        self._vectors = [name for name, value in arguments.items() if name not in but_for and _are_vectors(value, h_shape)]
+        self.tensors: list[Tensor] = [arguments.pop(name) for name in self._vectors]
         for name in self._given:
-            self.tensors += _turned(self._shared[name])
-        for tensor in self.tensors:
-            if tensor.shape[:2] != h_shape[:2]:
+            assert self._shared is not None
+            pair = _turned(self._shared[name])
+            if any(states.shape[:2] != h_shape[:2] for states in pair):
                 raise SeamError(
-                    f"its layers take an input of shape {tuple(tensor.shape)} beside hidden states of shape {tuple(h_shape)}, "
-                    "which do not have the same tokens"
+                    f"its layers share keys and values of shape {tuple(pair[0].shape)} beside hidden states of shape "
+                    f"{tuple(h_shape)}, which do not have the same tokens"
                 )
+            self.tensors += pair
 
-    def arguments(self, chunk: LayerChunk, start: int, stop: int) -> dict[str, Any]:
+    def arguments(self, chunk: Chunk) -> dict[str, Any]:
         """Return the layer's arguments for one chunk, made of the chunk's own tensors where it has them, as in backward."""
         tensors = chunk.token_inputs
         if tensors is None:
-            tensors = [tensor[:, start:stop].detach() for tensor in self.tensors]
-        found: dict[str, Any] = {_VECTOR: tensors[0]} if self._has_vector else {}
+            tensors = [tensor[:, chunk.start : chunk.stop].detach() for tensor in self.tensors]
+        count = len(self._vectors)
+        found: dict[str, Any] = dict(zip(self._vectors, tensors[:count], strict=True))
         if self._shared is not None:
-            keys = tensors[self._has_vector :]
+            keys = tensors[count:]
             pairs = zip(self._given, zip(keys[::2], keys[1::2], strict=True), strict=True)
             chunk.shared_keys = found[_SHARED] = _SharedKeys({name: _turned(pair) for name, pair in pairs})
         return found
 
-    def note(self, chunk: LayerChunk, length: int) -> None:
+    def note(self, chunk: Chunk, length: int) -> None:
         """Record what the layer has left for others in a chunk of so many tokens, which `hand_over` gives them."""
         if isinstance(chunk.shared_keys, _SharedKeys):
             self._written = chunk.shared_keys.written
@@ -81,6 +84,11 @@ class TokenInputs:
             assert self._shared is not None
             self._shared[name] = _turned(recorded[count + 2 * index : count + 2 * index + 2])
         return recorded[:count]
+
+
+def _are_vectors(value: Any, h_shape: Sequence[int]) -> bool:
+    """Return whether an argument has a vector for each token, as hidden states, (B, T, E), have."""
+    return isinstance(value, Tensor) and value.ndim == len(h_shape) == 3 and value.shape[:2] == h_shape[:2]
 
 
 def _turned(pair: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

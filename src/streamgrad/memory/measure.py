@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamgrad.engine.kv_chunk import Chunk, KeyValueStream
+from streamgrad.engine.kv_chunk import Chunk
 from streamgrad.engine.module_walk import trainable_parameters
-from streamgrad.engine.recurrent_chunk import RecurrentChunk, RecurrentStates
+from streamgrad.engine.recurrent_chunk import RecurrentChunk, RecurrentStream
 from streamgrad.engine.replay import Autocast
 from streamgrad.engine.ulysses import ALONE, SequenceSharing
 from streamgrad.memory.costs import LayerCosts
@@ -115,7 +115,7 @@ class _Timeline(LiveBytes):
         self.timeline.append(self.live_bytes)
 
 
-class _WatchedStream(KeyValueStream):
+class _WatchedStream(RecurrentStream):
     """A stream longer than its chunk, as in a sequence of chunks, that notes what is alive when gradients are deposited."""
 
     def __init__(self, length: int, live: LiveBytes) -> None:
@@ -160,7 +160,7 @@ class _Trial:
         with saved:
             out_BLE = self.run(h_BLE, chunk)
         chunk.check_finished()
-        keys, kept = (chunk.own if isinstance(chunk, Chunk) else None) or (), chunk.kept
+        keys, kept = chunk.own or (), chunk.kept
         states = chunk.written.values() if isinstance(chunk, RecurrentChunk) else ()
         return {
             "input": max(h_BLE.nbytes, out_BLE.nbytes),
@@ -180,18 +180,16 @@ class _Trial:
             chunk = self._chunk(h_BLE, live)
             out_BLE = self.run(h_BLE, chunk)
             chunk.release()
-            streamed = chunk.stream.tensors if isinstance(chunk.stream, _WatchedStream) else ()
-            held = live.live_bytes - out_BLE.nbytes - sum(tensor.nbytes for tensor in streamed)
+            held = live.live_bytes - out_BLE.nbytes - sum(tensor.nbytes for tensor in chunk.stream.tensors)
             # Differentiate by the input alone: hooks would see gradients of parameters, which are counted separately.
             torch.autograd.grad(out_BLE, h_BLE, dout_BLE.to(out_BLE.dtype))
-        at_attention = chunk.stream.bytes_at_deposit if isinstance(chunk.stream, _WatchedStream) else 0
-        return tuple(live.timeline), at_attention, held
+        return tuple(live.timeline), chunk.stream.bytes_at_deposit, held
 
-    def _chunk(self, h_BLE: Tensor, live: LiveBytes) -> Chunk | RecurrentChunk:
+    def _chunk(self, h_BLE: Tensor, live: LiveBytes) -> Any:
         length = h_BLE.shape[1]
-        if self.recurrent:
-            return RecurrentChunk(0, length, RecurrentStates(set()))
         stream = _WatchedStream(self.sharing.ranks * (length + 1), live)
+        if self.recurrent:
+            return RecurrentChunk(0, length, stream, self.mask, self.backends)
         return Chunk(0, length, stream, self.mask, self.backends, keep_attention=True, sharing=self.sharing)
 
 

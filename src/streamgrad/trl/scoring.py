@@ -196,6 +196,10 @@ def add_streamed_head(
     enabled = InstalledForward.on(model)
     assert enabled is not None and isinstance(enabled.stream, HeadStream)
     config, logit_map = enabled.stream.config, enabled.stream.logit_map
+    if logit_map is None:
+        raise ValueError(
+            f"{type(model).__name__} computes its loss in its own forward, so its tokens cannot be scored while streaming."
+        )
     scored_map = replace(logit_map, scale=logit_map.scale / temperature)
     scoring = ScoringStream(
         config,
