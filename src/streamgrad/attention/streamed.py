@@ -155,7 +155,9 @@ class _StreamedAttention(torch.autograd.Function):
             start, stop = piece.keys
             key, value = stream.read(start, stop)
             dout, query = piece.of_queries(dout_BHLD), piece.of_queries(query_BHLD)
-            own = Attended(piece.of_queries(out_BHLD), piece.of_queries(lse_BHL).contiguous(), dropped_BHLS)
+            own_lse = piece.of_queries(lse_BHL)
+            own_lse = own_lse if own_lse is lse_BHL else own_lse.contiguous()
+            own = Attended(piece.of_queries(out_BHLD), own_lse, dropped_BHLS)
             backend = choose(ctx.backends, query, key, value, piece.block)
             term_BHLD, gradients = backend.backward(dout, query, key, value, own, piece.block)
             dquery_BHLD = _with_term(dquery_BHLD, piece, term_BHLD, query_BHLD.shape)
