@@ -59,8 +59,10 @@ def test_trainers_under_ddp(tmp_path):
 
 
 def scored_loss(model, rank: int) -> torch.Tensor:
-    """A loss of log-probabilities and entropies, on a batch of this rank's own length."""
+    """A loss of log-probabilities and entropies, on a batch of this rank's own length; rows of rank 0 have one prompt."""
     ids = tokens(2, (20, 9)[rank], seed=rank)
+    if rank == 0:
+        ids[1, :3] = ids[0, :3]
     labels = ids.clone()
     labels[:, :3] = -100
     outputs = model(input_ids=ids, labels=labels, fused_lm_head=True)
@@ -78,7 +80,7 @@ def sharded_gradients(cases: list[tuple[str, str]]) -> list[dict[str, torch.Tens
     results = []
     for family, head in cases:
         model = scored_model(family, head)
-        add_streamed_head(model, StreamConfig(chunk_size=4, head_chunk_size=3), outputs=FIELDS)
+        add_streamed_head(model, StreamConfig(chunk_size=4, head_chunk_size=3), outputs=FIELDS, share_prompts=True)
         for unit in (*model.model.layers, *([] if head == "of the root" else [model.lm_head]), model):
             fully_shard(unit)
         with no_float32():
@@ -110,7 +112,7 @@ def partitioned_parameters(families: list[str]) -> list[dict[str, torch.Tensor]]
     results = []
     for family in families:
         model = make_zero3_leaves(tiny_model(family, dtype=torch.float32))
-        add_streamed_head(model, StreamConfig(chunk_size=4, head_chunk_size=3), outputs=FIELDS)
+        add_streamed_head(model, StreamConfig(chunk_size=4, head_chunk_size=3), outputs=FIELDS, share_prompts=True)
         zero = Zero(model, Case("zero3"))
         zero.engine.backward(scored_loss(zero.engine, dist.get_rank()))
         zero.engine.step()

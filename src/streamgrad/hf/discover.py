@@ -41,22 +41,30 @@ _STREAMABLE_LAYER_TYPES = {
 
 def unwrap(model: Any) -> PreTrainedModel:
     """Return the Hugging Face model inside PEFT, DDP, FSDP, DeepSpeed or torch.compile wrappers."""
-    inner: Any = model
-    while isinstance(inner, nn.Module) and not isinstance(inner, PreTrainedModel):
-        if (adapted := base_model(inner)) is not None:
-            inner = adapted
-        elif isinstance(getattr(inner, "_orig_mod", None), nn.Module):  # torch.compile
-            inner = inner._orig_mod
-        elif isinstance(getattr(inner, "module", None), nn.Module):  # DDP, FSDP, DeepSpeed
-            inner = inner.module
-        else:
-            break
+    *_, inner = wrappers_and_model(model)
     if not isinstance(inner, PreTrainedModel):
         raise TypeError(
             f"model is a {type(model).__name__}, and streamgrad streams Hugging Face models. Pass a transformers.PreTrainedModel "
             "such as AutoModelForCausalLM.from_pretrained(...) returns, or a PEFT, DDP, FSDP or DeepSpeed wrapper of one."
         )
     return inner
+
+
+def wrappers_and_model(model: Any) -> Iterator[Any]:
+    """Yield the model's wrappers from the outermost on, and last what is inside of them."""
+    inner: Any = model
+    while inner is not None:
+        yield inner
+        if isinstance(inner, PreTrainedModel) or not isinstance(inner, nn.Module):
+            return
+        compiled, module = getattr(inner, "_orig_mod", None), wrapped_by_engine(inner)
+        inner = base_model(inner) or (compiled if isinstance(compiled, nn.Module) else module)
+
+
+def wrapped_by_engine(wrapper: Any) -> nn.Module | None:
+    """Return the module inside DDP, FSDP or DeepSpeed; None where it is none of them."""
+    module = getattr(wrapper, "module", None)
+    return module if isinstance(module, nn.Module) else None
 
 
 def find_decoder(model: PreTrainedModel) -> PreTrainedModel:

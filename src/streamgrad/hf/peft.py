@@ -22,6 +22,11 @@ def base_model(wrapper: Any) -> Any:
     return wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else None
 
 
+def adds_tokens(wrapper: Any) -> bool:
+    """Return whether it is a `peft.PeftModel` that puts tokens of its own before a row: prompt or prefix tuning."""
+    return bool(getattr(getattr(wrapper, "active_peft_config", None), "is_prompt_learning", False))
+
+
 def why_not_in_chunks(module: nn.Module) -> str | None:
     """Return what makes an adapter depend on the whole sequence; None where a chunk is all that it needs."""
     if _is_called("LilyLayer", type(module)):  # type: ignore[arg-type]

@@ -114,6 +114,10 @@ class WholeSequences:
 
     def __init__(self, arguments: dict[str, Any], tree: Tree | None = None) -> None:
         self.arguments, self.tree = arguments, tree
+        names = ("input_ids", "inputs_embeds")
+        shapes = [tuple(arguments[name].shape[:2]) for name in names if arguments.get(name) is not None]
+        if tree is not None and shapes != [(1, tree.length)]:
+            raise ValueError(f"tokens of shape {shapes} were passed for a shared row of {tree.length}. Pass its input_ids.")
 
     def masks(self) -> AbstractContextManager[None]:
         """Return the context in which the decoder's forward makes its masks."""

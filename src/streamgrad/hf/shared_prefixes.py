@@ -17,16 +17,16 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules.dropout import _DropoutNd
 
 from streamgrad.attention.trees import Tree
-from streamgrad.hf.discover import follows_length, has_recurrent_layers, unwrap
-from streamgrad.hf.patching import InstalledForward, signature_of, temporary_attribute
-from streamgrad.hf.sequence_slices import sequence_group
+from streamgrad.hf.discover import unwrap, wrapped_by_engine, wrappers_and_model
+from streamgrad.hf.peft import adds_tokens
+from streamgrad.hf.sharing_refusal import row_taken_for, sharing_refusal
 
 # Beyond a prompt, beginnings that share fewer tokens are computed in every row: each branch is one more call of a kernel.
 SHORTEST = 16
@@ -43,6 +43,7 @@ class SharedBatch:
         mask: (B, T - 1), True where the next token is scored: the mask of what `unshared` returns.
         places: (M,), which token of the shared row predicts each target.
         tokens: real tokens of the batch, before sharing.
+        moved: whether rows share a beginning that has unequal padding before it.
     """
 
     input_ids: Tensor
@@ -52,16 +53,19 @@ class SharedBatch:
     mask: Tensor
     places: Tensor
     tokens: int
+    moved: bool
 
     def hidden_states(self, model: Any, **kwargs: Any) -> Tensor:
         """Run the decoder of an enabled `model` over the shared row; return the hidden state for each of `targets`, (1, M, E).
 
         `kwargs` are passed to the decoder. Raise `ValueError` if the model's sequences cannot be shared.
         """
-        inner = unwrap(model)
-        reason = sharing_refusal(inner)
-        if reason is not None:
-            raise ValueError(f"{type(inner).__name__} cannot share the beginnings of its sequences: {reason}.")
+        inner = _called_for(model)
+        refusal = sharing_refusal(inner, self.input_ids.device)
+        if refusal.always is not None or (self.moved and refusal.moved is not None):
+            remedy = "" if refusal.always else " Pass same_padding=True to share_prefixes."
+            reason = refusal.always or refusal.moved
+            raise ValueError(f"{type(inner).__name__} cannot share the beginnings of its sequences: {reason}.{remedy}")
         with self.streamed(inner):
             output = inner.base_model(input_ids=self.input_ids, position_ids=self.position_ids, use_cache=False, **kwargs)
         return self.predicting(output.last_hidden_state)
@@ -81,14 +85,31 @@ class SharedBatch:
     @contextmanager
     def streamed(self, model: Any) -> Iterator[None]:
         """Let calls of the model's decoder within the block take its row for the shared one."""
-        installed = InstalledForward.on(unwrap(model).get_decoder())
-        if installed is None:
-            raise ValueError("the model is not enabled, and only a streamed one can share. Call streamgrad.enable(model) first.")
-        with temporary_attribute(installed.stream, "tree", self.tree):
+        with row_taken_for(self.tree, unwrap(model).get_decoder()):
             yield
 
 
-def share_prefixes(input_ids: Tensor, attention_mask: Tensor | None = None, completion_mask: Tensor | None = None) -> SharedBatch:
+def _called_for(model: Any) -> Any:
+    """Return the Hugging Face model; raise for a wrapper that does more than to pass its arguments on."""
+    *wrappers, inner = wrappers_and_model(model)
+    for wrapper in wrappers:
+        if adds_tokens(wrapper):
+            raise ValueError("the adapter puts tokens of its own before every row, which a shared row does not have. Use LoRA.")
+        if wrapped_by_engine(wrapper) is not None:
+            raise ValueError(
+                f"the model is inside a {type(wrapper).__name__}, which takes part in backward only if it is called itself. Put "
+                "share_prefixes and the loss into the forward of a module, and that module into the wrapper."
+            )
+    return inner
+
+
+def share_prefixes(
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    completion_mask: Tensor | None = None,
+    *,
+    same_padding: bool = False,
+) -> SharedBatch:
     """Return the batch as one row in which what rows have in common at their beginnings occurs once.
 
     Equal prompts are shared whatever their length, and beginnings that agree beyond or before that if at least 16 tokens do.
@@ -98,6 +119,8 @@ def share_prefixes(input_ids: Tensor, attention_mask: Tensor | None = None, comp
         attention_mask: (B, T), nonzero for real tokens, which must be consecutive in a row; padding may be on either side.
         completion_mask: (B, T), nonzero for the tokens that are scored, by default all real ones but a row's first. A row's
             prompt is what comes before them.
+        same_padding: whether rows share only with those that have as much padding before them. Then every token has the
+            position that it has in the stock model, as models need whose positions are not rotary.
     """
     ids_BT, is_real_BT = input_ids.cpu(), torch.ones_like(input_ids, dtype=torch.bool, device="cpu")
     for name, given in (("attention_mask", attention_mask), ("completion_mask", completion_mask)):
@@ -112,7 +135,7 @@ def share_prefixes(input_ids: Tensor, attention_mask: Tensor | None = None, comp
     rows, firsts = _rows(ids_BT, is_real_BT), _first(is_real_BT)
     scored_BT[torch.arange(len(rows)), firsts] = False  # nothing comes before it
     prompts = torch.where(scored_BT.any(1), _first(scored_BT) - firsts, is_real_BT.sum(1)).tolist()
-    layout = _Layout(rows, prompts, firsts.tolist())
+    layout = _Layout(rows, prompts, firsts.tolist(), same_padding)
     place_BT = torch.zeros_like(ids_BT)
     place_BT[is_real_BT] = torch.cat([torch.tensor(row, dtype=torch.long) for row in layout.places])
     tree = Tree(tuple(layout.ends), tuple(layout.parents))
@@ -125,6 +148,7 @@ def share_prefixes(input_ids: Tensor, attention_mask: Tensor | None = None, comp
         mask=scored_BT.to(device),
         places=place_BT[:, :-1][scored_BT].to(device),
         tokens=sum(map(len, rows)),
+        moved=layout.moved,
     )
 
 
@@ -156,15 +180,20 @@ class _Layout:
     after different padding, it is the first row's: rotary embeddings depend on differences of positions only.
     """
 
-    def __init__(self, rows: list[list[int]], prompts: list[int], firsts: list[int]) -> None:
+    def __init__(self, rows: list[list[int]], prompts: list[int], firsts: list[int], same_padding: bool) -> None:
         self.rows, self.prompts = rows, prompts
         self.tokens: list[int] = []
         self.shifts: list[int] = []
         self.ends: list[int] = []
         self.parents: list[int] = []
         self.places: list[list[int]] = [[] for _ in rows]
-        for group in self._groups(list(range(len(rows))), 0):
+        self.moved = False
+        kinds = defaultdict(list)
+        for row, first in enumerate(firsts):
+            kinds[first if same_padding else 0].append(row)
+        for group in chain.from_iterable(self._groups(kind, 0) for kind in kinds.values()):
             self._add(group, 0, -1)
+            self.moved |= len({firsts[row] for row in group}) > 1
             self.shifts += [firsts[group[0]]] * (len(self.tokens) - len(self.shifts))
 
     def _add(self, group: list[int], offset: int, parent: int) -> None:
@@ -205,25 +234,3 @@ class _Layout:
             elif tokens:
                 groups["alone", row].append(row)
         return list(groups.values())
-
-
-def sharing_refusal(model: Any) -> str | None:
-    """Return why sequences of this model cannot share their beginnings, as it is now; None if they can."""
-    decoder = model.get_decoder()
-    if "position_ids" not in signature_of(decoder.forward).parameters:
-        return "its decoder takes no position_ids"
-    installed = InstalledForward.on(decoder)
-    if installed is not None and sequence_group(decoder, installed.stream.group) is not None:
-        return "ranks share its sequences"
-    if has_recurrent_layers(decoder):
-        return "some of its layers hand a state from token to token"
-    modules = list(decoder.modules())
-    if not any("rotary" in type(module).__name__.lower() for module in modules):
-        return "its positions are not rotary"
-    if any(follows_length(module) for module in modules):
-        return "its rotary embeddings follow the length of a row"
-    dropped = [module for module in modules if isinstance(module, _DropoutNd) and module.training and module.p > 0]
-    attention = any(getattr(module, "attention_dropout", 0.0) and module.training for module in modules)
-    if dropped or attention:
-        return "dropout is on, and rows that share a beginning would share what is dropped there; set it to 0"
-    return None

@@ -28,7 +28,8 @@ from streamgrad.hf.causal_lm import HeadStream, causal_lm_forward, check_labels,
 from streamgrad.hf.discover import unwrap
 from streamgrad.hf.patching import InstalledForward, named_arguments, temporary_attribute, warn_once
 from streamgrad.hf.sequence_slices import with_whole_mask
-from streamgrad.hf.shared_prefixes import SharedBatch, has_gaps, share_prefixes, sharing_refusal
+from streamgrad.hf.shared_prefixes import SharedBatch, has_gaps, share_prefixes
+from streamgrad.hf.sharing_refusal import sharing_refusal
 from streamgrad.hf.step_plan import head_known_to_decoder
 from streamgrad.parallel import make_zero3_leaves
 
@@ -84,7 +85,9 @@ def _scored(
     text_config = model.config.get_text_config()
     if getattr(text_config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
-    shared = _shared(model, given | kwargs, labels) if stream.share_prompts and shift_labels is None else None
+    shared = None
+    if stream.share_prompts and labels is not None and shift_labels is None:
+        shared = _shared(model, given | kwargs, labels)
     scored = targets_BT if shared is None else shared.targets
     with head_known_to_decoder(model, _linear_head(model), tokens=scored.numel(), config=stream.config):
         if shared is None:
@@ -105,21 +108,25 @@ def _scored(
     return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=balance, **scores)
 
 
-def _shared(model: Any, given: dict[str, Any], labels: Tensor | None) -> SharedBatch | None:
+def _shared(model: Any, given: dict[str, Any], labels: Tensor) -> SharedBatch | None:
     """Return the batch with equal prompts computed once; None if there are none, or if its rows must be computed one by one."""
+    refusal = sharing_refusal(model, labels.device)  # asked by all ranks, whatever their batches
     passed = {name for name, value in given.items() if value is not None and value is not False}
-    if labels is None or len(labels) == 1 or passed - {"input_ids", "attention_mask"}:
+    if len(labels) == 1 or passed - {"input_ids", "attention_mask"}:
         return None
     attention_mask = given.get("attention_mask")
     if attention_mask is not None and (attention_mask.ndim != 2 or has_gaps(attention_mask)):
         return None
-    shared = share_prefixes(given["input_ids"], attention_mask, labels != _IGNORED)
+    is_scored = labels != _IGNORED
+    shared = share_prefixes(given["input_ids"], attention_mask, is_scored, same_padding=refusal.moved is not None)
     if shared.input_ids.numel() == shared.tokens:
         return None
-    reason = sharing_refusal(model)
-    if reason is not None:
-        warn_once(model, "share_prompts", f"streamgrad: equal prompts are computed in every row: {reason}.")
-    return shared if reason is None else None
+    if refusal.always is not None:
+        warn_once(model, "share_prompts", f"streamgrad: equal prompts are computed in every row: {refusal.always}.")
+        return None
+    # Labels that are other tokens than the next ones, or that padding predicts, are scored in the rows as they are.
+    is_next = torch.equal(shared.mask, is_scored[:, 1:]) and torch.equal(shared.targets[0], labels[:, 1:][shared.mask])
+    return shared if is_next else None
 
 
 def _scores(model: Any, stream: ScoringStream, hidden_BTE: Tensor, targets_BT: Tensor) -> dict[str, Tensor]:
