@@ -17,7 +17,7 @@ from trl import SFTTrainer
 from streamgrad.cli import main
 from streamgrad.cli.train import letter_e, save_embedded_model
 from streamgrad.trl import StreamSFTTrainer
-from streamgrad.trl.command import Command
+from streamgrad.trl.command import OBJECTIVES, Command
 
 # Raised inside TRL, transformers and torch's data loader on a machine without an accelerator; none is about the model.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -161,6 +161,25 @@ def test_help_is_that_of_trl(train):
     assert re.search(
         "Without --model_name_or_path a tiny model is trained, with defaults of its own: .* max_steps 60, .*64", words
     )
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_prompts_are_shared_unless_told_otherwise(train, tmp_path, objective, monkeypatch):
+    trainer, *_ = OBJECTIVES[objective]
+    seen = []
+    monkeypatch.setattr(trainer, "train", lambda trainer, **_: seen.append(trainer.share_prompts))
+    for number, flags in enumerate(([], ["--share_prompts", "false"], ["--share_prompts", "true"])):
+        code, _, _ = train(objective, "--output_dir", tmp_path / str(number), *flags)
+        assert code == 0
+    assert seen == [True, False, True]
+
+
+def test_sharing_is_an_option_of_trainers_with_prompts(train):
+    for objective, is_there in (("grpo", True), ("rloo", True), ("sft", False), ("reward", False)):
+        _, out, _ = train(objective, "--help")
+        assert ("--share_prompts" in out) is is_there, objective
+    code, _, printed = train("sft", "--share_prompts", "false")
+    assert code == 2 and "no such option: --share_prompts false" in printed
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ from streamgrad.hf.presets import check_stored, may_be_on_hub, preset_names
 from streamgrad.trl.checkpoints import checkpoint_to_resume, last_checkpoint, named_if_it_fails
 from streamgrad.trl.extra_inputs import rewards, teacher
 from streamgrad.trl.trainers import (
+    Sharing,
     StreamDistillationTrainer,
     StreamDPOTrainer,
     StreamGRPOTrainer,
@@ -75,6 +76,7 @@ _STREAM_HELP = {
     "attention": f"the attention kernel: {', '.join(ATTENTION_BACKENDS)}.",
     "fused_kernels": f"norms, rotary embeddings and gated activations as one kernel each: {', '.join(FUSED_KERNEL_MODES)}.",
     "memory_budget": "device memory that a step may use, weights included, for example 80GiB; by default, what is free.",
+    "share_prompts": "whether rows with equal prompts compute them once, to the same losses, metrics and gradients.",
 }
 # Options that count something, from 1 on. TRL checks some of them; wrong values of others would silently train on nothing.
 _COUNTS = (
@@ -88,18 +90,18 @@ _TRAINER_MODULES = ("transformers.trainer", "transformers.integrations", "trl.",
 _BOUNDS = ("max_grad_norm", "epsilon", "epsilon_high", "delta")
 
 
-def _stream_arguments() -> type:
-    """Return the options of `StreamConfig` as a dataclass that TRL's parser can read."""
-    helps = {name: {"help": f"streamgrad: {text}"} for name, text in _STREAM_HELP.items()}
+def _stream_arguments(trainer: type) -> type:
+    """Return the options of `StreamConfig` and of the trainer as a dataclass that TRL's parser can read."""
+    options: list[Any] = [(option.name, str | None, option.default) for option in dataclasses.fields(StreamConfig)]
+    options += [("share_prompts", bool, True)] if issubclass(trainer, Sharing) else []
     fields = [
-        (option.name, str | None, dataclasses.field(default=option.default, metadata=helps[option.name]))
-        for option in dataclasses.fields(StreamConfig)
+        (name, kind, dataclasses.field(default=default, metadata={"help": f"streamgrad: {_STREAM_HELP[name]}"}))
+        for name, kind, default in options
     ]
     return dataclasses.make_dataclass("StreamArguments", fields)
 
 
-def _stream_config(arguments: Any) -> StreamConfig:
-    given: dict[str, Any] = dict(vars(arguments))
+def _stream_config(given: dict[str, Any]) -> StreamConfig:
     for name in ("chunk_size", "head_chunk_size"):
         if isinstance(given[name], str):
             given[name] = parse_tokens(name, given[name])
@@ -119,6 +121,7 @@ class Command:
     model: Any
     mixture: Any
     stream: StreamConfig
+    sharing: dict[str, bool]
     words: Sequence[str]
 
     @classmethod
@@ -130,8 +133,8 @@ class Command:
         """
         if objective not in OBJECTIVES:
             raise ValueError(f"{objective!r} is not an objective. Pass one of {', '.join(OBJECTIVES)}.")
-        _, training, script = OBJECTIVES[objective]
-        kinds = (script, training, ModelConfig, DatasetMixtureConfig, _stream_arguments())
+        trainer, training, script = OBJECTIVES[objective]
+        kinds = (script, training, ModelConfig, DatasetMixtureConfig, _stream_arguments(trainer))
         alone = ", ".join(f"{name} {value}" for name, value in (without_model or {}).items())
         parser = TrlParser(
             kinds,
@@ -181,7 +184,8 @@ class Command:
         training.resume_from_checkpoint = checkpoint_to_resume(
             training.resume_from_checkpoint, training.output_dir, training.world_size
         )
-        return cls(objective, script, training, model, mixture, _stream_config(stream), arguments)
+        sharing = {"share_prompts": vars(stream).pop("share_prompts")} if hasattr(stream, "share_prompts") else {}
+        return cls(objective, script, training, model, mixture, _stream_config(vars(stream)), sharing, arguments)
 
     @property
     def has_dataset(self) -> bool:
@@ -311,7 +315,7 @@ def train(command: Command, *, dataset: Any = None, reward_funcs: list[Any] | No
         "eval_dataset": _split(data, command.script.dataset_test_split) if training.eval_strategy != "no" else None,
         "quantization_config": get_quantization_config(model),
         "peft_config": get_peft_config(model),
-    }
+    } | command.sharing
     if hasattr(command.script, "reward_funcs"):
         inputs |= rewards(command.objective, command.script, reward_funcs)
     if hasattr(training, "teacher_model_name_or_path"):
@@ -349,8 +353,7 @@ def _where_it_stopped(state: Any, command: Command) -> str:
     stopped = f"stopped at step {state.global_step} of {state.max_steps}. "
     if last is None:
         return stopped + f"No checkpoint is in {output}; --save_strategy steps --save_steps N writes one every N steps."
-    resume = "--resume_from_checkpoint"
-    words = list(command.words)
+    resume, words = "--resume_from_checkpoint", list(command.words)
     while resume in words:
         del words[words.index(resume) : words.index(resume) + 2]
     words = [word for word in words if not word.startswith(f"{resume}=")]

@@ -58,7 +58,7 @@ class _Streamed:
             super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
 
-class _Sharing(_Streamed):
+class Sharing(_Streamed):
     """A trainer whose rows may have equal prompts, which are computed once."""
 
     def __init__(self, *args: Any, share_prompts: bool = True, **kwargs: Any) -> None:
@@ -106,7 +106,7 @@ class StreamSFTTrainer(_Streamed, SFTTrainer):
             trainer.label_smoother = None
 
 
-class StreamDPOTrainer(_Sharing, DPOTrainer):
+class StreamDPOTrainer(Sharing, DPOTrainer):
     """[`trl.DPOTrainer`] with a streamed policy and reference.
 
     The reference may be a model of its own, the policy without its adapters, or log-probabilities computed beforehand.
@@ -122,7 +122,7 @@ class StreamDPOTrainer(_Sharing, DPOTrainer):
     stock = DPOTrainer
 
 
-class StreamGRPOTrainer(_Sharing, GRPOTrainer):
+class StreamGRPOTrainer(Sharing, GRPOTrainer):
     """[`trl.GRPOTrainer`] with a streamed policy and reference. Completions are generated as usual, with a key/value cache.
 
     Args:
@@ -136,7 +136,7 @@ class StreamGRPOTrainer(_Sharing, GRPOTrainer):
     stock = GRPOTrainer
 
 
-class StreamKTOTrainer(_Sharing, KTOTrainer):
+class StreamKTOTrainer(Sharing, KTOTrainer):
     """[`trl.KTOTrainer`] with a streamed policy and reference.
 
     The reference may be a model of its own, the policy without its adapters, or log-probabilities computed beforehand.
@@ -152,7 +152,7 @@ class StreamKTOTrainer(_Sharing, KTOTrainer):
     stock = KTOTrainer
 
 
-class StreamRLOOTrainer(_Sharing, RLOOTrainer):
+class StreamRLOOTrainer(Sharing, RLOOTrainer):
     """[`trl.RLOOTrainer`] with a streamed policy and reference. Completions are generated as usual, with a key/value cache.
 
     Args:
