@@ -106,3 +106,77 @@ def test_several_lengths_are_a_list_in_json():
 def test_lengths_that_cannot_be_planned(arguments, words):
     result = run("qwen3-4b", *arguments)
     assert isinstance(result.exception, ValueError) and words in str(result.exception)
+
+
+# --- several completions of a prompt --------------------------------------------------------------------------------------
+
+GROUP = ("qwen3-4b", "--objective", "grpo", "--prompt-tokens", "16000", "--completion-tokens", "2000", "--group", "8")
+
+
+def test_a_group_is_planned_with_prompts_once_and_in_every_row():
+    result = run(*GROUP, "--optimizer", "none")
+    row = json.loads(run(*GROUP, "--optimizer", "none", "--json").output)
+    assert result.exit_code == 0, result.output
+    assert (row["shared_tokens"], row["separate_tokens"]) == (16_000 + 8 * 2_000, 8 * 18_000)
+    for name in ("shared", "separate"):
+        outlook, output = row[name], " ".join(result.output.split())
+        assert outlook["plan"] in output and f"{outlook['longest_tokens']:,}" in output
+        assert f"{outlook['peak_bytes'] / 2**30:,.2f} GiB" in output and f"{outlook['seconds']['total']:,.1f} s" in output
+    # Rows as they are, as a plan of one length says; but of a group, only completions are scored.
+    separate = streamgrad.estimate("qwen3-4b", 18_000, batch=8, objective="grpo", optimizer="none").streamed
+    assert row["separate"]["peak_bytes"] == separate.peak_bytes
+    assert row["separate"]["seconds"]["attention"] == separate.seconds.attention
+    assert row["separate"]["seconds"]["head"] == pytest.approx(separate.seconds.head * 2 / 18)
+    assert row["shared"]["seconds"]["head"] == row["separate"]["seconds"]["head"]
+
+
+@pytest.mark.parametrize(
+    ("model", "objective", "group"), [("qwen3-4b", "grpo", 5), ("qwen3-4b", "dpo", 2), ("gemma-3-1b", "grpo", 3)]
+)
+def test_seconds_are_those_of_the_visible_pairs(model, objective, group):
+    """A token of a completion sees its prompt and what comes before it; a window is one over both."""
+    flags = ("--objective", objective, "--prompt-tokens", "3000", "--completion-tokens", "500", "--batch", "2", "--keep", "input")
+    row = json.loads(run(model, *flags, *(["--group", str(group)] if group != 2 else []), "--json").output)
+    shape = shapes.shape_of(model, dtype="bfloat16", lora_rank=None)
+
+    def pairs(first: int, last: int) -> float:
+        whole = sum(place + 0.5 for place in range(first, last))
+        seen = sum(min(place + 0.5, shape.window or place + 0.5) for place in range(first, last))
+        return shape.full_attention_layers * whole + (shape.layers - shape.full_attention_layers) * seen
+
+    shared, separate = (row[name]["seconds"] for name in ("shared", "separate"))
+    ratio = (pairs(0, 3000) + group * pairs(3000, 3500)) / (group * pairs(0, 3500))
+    assert shared["attention"] / separate["attention"] == pytest.approx(ratio, rel=1e-3)
+    # But for keys of chunks, which are made again or not by how many chunks there are.
+    assert shared["layers"] / separate["layers"] == pytest.approx((3000 + group * 500) / (group * 3500), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--prompt-tokens", "9"], "--prompt-tokens 9 describes a part of a group. Pass both"),
+        (["--completion-tokens", "9"], "--completion-tokens 9 describes a part of a group"),
+        (["--group", "3"], "--group 3 describes a part of a group"),
+        (["--prompt-tokens", "9", "--completion-tokens", "2"], "objective='sft'. Pass one of them, or seq_len"),
+        ([*GROUP[1:], "--max"], "--max is for sequences of one length"),
+        ([*GROUP[1:], "--seq-len", "9"], "--seq-len is for sequences of one length"),
+        ([*GROUP[1:], "--prompt-tokens", "0"], "prompt_tokens must be a whole number of at least 1, got 0"),
+        ([*GROUP[1:], "--objective", "dpo"], "group=8 completions of a prompt, but dpo compares two"),
+    ],
+)
+def test_a_group_that_makes_no_sense(arguments, told):
+    result = run("qwen3-4b", *arguments)
+    assert isinstance(result.exception, ValueError) and told in str(result.exception)
+
+
+def test_the_group_of_pairs_in_the_documentation():
+    text = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    (grpo, dpo) = re.findall(r"^python -m streamgrad plan (.*--prompt-tokens.*)$", text, flags=re.MULTILINE)
+    assert grpo.split() == [*GROUP, "--optimizer", "none"]
+    result = run(*dpo.split())
+    assert result.exit_code == 0 and "16,000" in result.output and "28,000" in result.output
+
+
+def test_a_group_that_does_not_fit_says_which_prompt_would():
+    result = run(*GROUP[:4], "9000000", *GROUP[5:])
+    assert re.search(r"It does not fit. Prompts of up to [\d,]+ tokens would", result.output)

@@ -123,10 +123,10 @@ def test_labels_that_are_not_the_next_tokens_are_scored_in_separate_rows(case):
 
 
 def test_a_model_that_cannot_share_is_trained_as_before():
-    """Gemma 3's mask lets image tokens see later ones, which only a run of the model shows."""
+    """BioGPT makes a mask of its own, which only a run of the model shows."""
     ids, labels = same_prompts()
     with no_float32(), pytest.warns(UserWarning, match="computed in every row: .*its mask has other rules"):
-        log_probs, _, shape = scored(small_model("gemma3"), True, input_ids=ids, labels=labels)
+        log_probs, _, shape = scored(small_model("biogpt"), True, input_ids=ids, labels=labels)
     assert shape == (2, 9) and log_probs.shape == (2, 8)
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from streamgrad.cli.plan_picture import draw
 from streamgrad.config import KEEP_POLICIES, OFFLOAD_PLACES
 from streamgrad.hf import estimate as estimates
+from streamgrad.hf.estimate_group import GroupReport, estimate_group
 from streamgrad.memory.costs import COMPONENTS
 from streamgrad.memory.engines import ENGINES
 from streamgrad.memory.seconds import Rates
@@ -31,7 +32,13 @@ def plan(
         str | None, typer.Option(help="Tokens of each sequence; several lengths, such as 32768,65536, give one table.")
     ] = None,
     longest: Annotated[bool, typer.Option("--max", help="Plan the longest sequence that fits, instead of --seq-len.")] = False,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences, pairs (dpo) or completions (grpo) on each GPU.")] = 1,
+    prompt_tokens: Annotated[int | None, typer.Option(help="Tokens of a prompt, instead of --seq-len (dpo, grpo).")] = None,
+    completion_tokens: Annotated[int | None, typer.Option(help="Tokens of each completion of the prompt.")] = None,
+    group: Annotated[int | None, typer.Option(help="Completions of each prompt.", show_default="2 for dpo, 8 for grpo")] = None,
+    batch: Annotated[
+        int,
+        typer.Option(min=1, help="Sequences, pairs (dpo) or completions (grpo) on each GPU; with --prompt-tokens, prompts."),
+    ] = 1,
     gpu_memory: Annotated[str, typer.Option(help="Memory of one GPU.")] = "80GiB",
     host_memory: Annotated[str, typer.Option(help="Memory of the machine that all GPUs are in.")] = "256GiB",
     method: Annotated[str, _one_of(estimates.METHODS, "What is trained")] = "full",
@@ -66,12 +73,19 @@ def plan(
     `python -m streamgrad plan qwen3-8b --max --method lora --quantization nf4 --gpu-memory 24GiB --host-memory 128GiB`
 
     `python -m streamgrad plan ./my-model --seq-len 32768,65536 --engine zero3 --gpus 8 --json`
+
+    `python -m streamgrad plan qwen3-4b --objective grpo --prompt-tokens 16000 --completion-tokens 2000 --group 8`
     """
     options = estimates.Options(
         batch=batch, method=method, lora_rank=lora_rank, quantization=quantization, objective=objective, optimizer=optimizer,
         engine=engine, gpus=gpus, dtype=dtype, gpu_memory=gpu_memory, host_memory=host_memory, keep=keep, offload=offload,
         rates=Rates(1e12 * gemm_tflops, 1e12 * attention_tflops[0], 1e12 * attention_tflops[1]),
     )  # fmt: skip
+    if (prompt_tokens, completion_tokens, group) != (None, None, None):
+        lengths = {"--seq-len": seq_len, "--max": longest or None, "--out": out}
+        asked = _group(prompt_tokens, completion_tokens, group, lengths)
+        _print_group(estimate_group(model, options=options, **asked), as_json=as_json)
+        return
     reports = estimates.estimate_lengths(model, _lengths(seq_len, longest=longest, drawn=out is not None), options)
     if out is not None:
         draw(reports[0], out)
@@ -80,6 +94,55 @@ def plan(
         typer.echo(json.dumps(rows if len(rows) > 1 else rows[0], indent=2))
     else:
         _print(reports, out)
+
+
+def _group(prompt: int | None, completion: int | None, group: int | None, others: dict[str, Any]) -> dict[str, Any]:
+    """Return the group that was asked for."""
+    if prompt is None or completion is None:
+        given = f"--prompt-tokens {prompt}" if completion is None else f"--completion-tokens {completion}"
+        given = f"--group {group}" if (prompt, completion) == (None, None) else given
+        raise ValueError(f"{given} describes a part of a group. Pass both --prompt-tokens and --completion-tokens.")
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(f"{name} is for sequences of one length, and --prompt-tokens plans a group. Leave one of them out.")
+    return {"prompt": prompt, "completion": completion, "group": group}
+
+
+def _print_group(report: GroupReport, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(), indent=2))
+        return
+    console = Console()
+    console.print(group_table(report))
+    for name, outlook in (("prompts once", report.shared), ("prompts in every row", report.separate)):
+        console.print(f"{'Plan' if outlook.fits else 'Smallest plan'}, {name}: {outlook.plan}", soft_wrap=True)
+    if not report.shared.fits:
+        console.print(
+            f"It does not fit. Prompts of up to {report.shared.longest_tokens:,} tokens would.", style="bold", soft_wrap=True
+        )
+    for line in report.assumptions:
+        console.print(f"  [dim]- {line}[/dim]", soft_wrap=True)
+
+
+def group_table(report: GroupReport) -> Table:
+    """Return a column for prompts that are computed once, and one for prompts in every row."""
+    both = (report.shared, report.separate)
+    table = Table(title=f"{report.title}, in the largest phase", title_justify="left")
+    for name in ("", "prompts once", "prompts in every row"):
+        table.add_column(name, justify="right" if name else "left")
+    table.add_row("tokens", f"{report.shared_tokens:,}", f"{report.separate_tokens:,}")
+    table.add_section()
+    for component in COMPONENTS:
+        counts = [outlook.device_bytes.get(component, 0.0) for outlook in both]
+        if any(counts):
+            table.add_row(component, *map(_gib, counts))
+    table.add_section()
+    table.add_row("in all", *(_gib(outlook.peak_bytes) for outlook in both), style="bold")
+    table.add_row("on the host", *(_gib(sum(outlook.host_bytes.values())) for outlook in both))
+    table.add_row(f"fits {_gib(report.gpu_memory)}", *(_yes(outlook.fits) for outlook in both))
+    table.add_row("longest prompt", *(f"{outlook.longest_tokens:,}" for outlook in both))
+    table.add_row("step, at least", *(f"{outlook.seconds.total:,.1f} s" for outlook in both))
+    return table
 
 
 def _lengths(text: str | None, *, longest: bool, drawn: bool) -> list[int | None]:

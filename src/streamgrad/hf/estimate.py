@@ -44,6 +44,11 @@ class Outlook:
     def peak_bytes(self) -> float:
         return sum(self.device_bytes.values())
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return it for JSON, with totals and the plan in words."""
+        said = {"plan": None if self.plan is None else str(self.plan), "peak_bytes": self.peak_bytes}
+        return dataclasses.asdict(self) | said | {"seconds": vars(self.seconds) | {"total": self.seconds.total}}
+
 
 @dataclass(frozen=True)
 class Report:
@@ -81,13 +86,8 @@ class Report:
         return f"{self.setup}: {self.batch} x {self.seq_len:,} tokens"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report for JSON, with totals and the plan in words."""
-        row = dataclasses.asdict(self)
-        for name in ("streamed", "checkpointing"):
-            outlook: Outlook = getattr(self, name)
-            row[name]["plan"] = None if outlook.plan is None else str(outlook.plan)
-            row[name] |= {"peak_bytes": outlook.peak_bytes, "seconds": vars(outlook.seconds) | {"total": outlook.seconds.total}}
-        return row
+        """Return the report for JSON."""
+        return dataclasses.asdict(self) | {name: getattr(self, name).to_dict() for name in ("streamed", "checkpointing")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +118,7 @@ class Options:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {getattr(self, name)!r}.")
         for name in ("batch", "gpus", "lora_rank"):
-            _check_count(name, getattr(self, name))
+            check_count(name, getattr(self, name))
         if self.lora_rank is not None and self.method != "lora":
             raise ValueError(
                 f"lora_rank={self.lora_rank} is for method='lora', got method={self.method!r}. Leave one of them out."
@@ -200,10 +200,8 @@ def estimate(
     return report
 
 
-def estimate_lengths(model: Any, lengths: Sequence[int | None], options: Options) -> list[Report]:
-    """Return a report for each length, from one shape of the model. None stands for the longest that fits."""
-    for length in lengths:
-        _check_count("seq_len", length)
+def step_of(model: Any, options: Options) -> Workload:
+    """Return the step with sequences of one token, for `replace` to lengthen."""
     shape = shape_of(model, dtype=options.dtype, lora_rank=options.rank).quantized(options.quantization)
     resident = resident_parts(
         shape,
@@ -213,27 +211,35 @@ def estimate_lengths(model: Any, lengths: Sequence[int | None], options: Options
         second_model=options.has_reference and options.method == "full",
     )
     rows = 2 * options.batch if options.objective == "dpo" else options.batch
-    load = Workload(shape, rows, 1, resident, gradient_share(options.engine, options.gpus))
+    return Workload(shape, rows, 1, resident, gradient_share(options.engine, options.gpus))
+
+
+def estimate_lengths(model: Any, lengths: Sequence[int | None], options: Options) -> list[Report]:
+    """Return a report for each length, from one shape of the model. None stands for the longest that fits."""
+    for length in lengths:
+        check_count("seq_len", length)
+    load = step_of(model, options)
     longest, checkpointed = options.card.longest(load), options.card.longest_with_checkpointing(load)
     if None in lengths and not longest:
         raise ValueError(
             f"nothing fits {options.gpu_memory}, not even batch={options.batch} of 128 tokens: weights, optimizer state and the "
-            f"engine's buffers alone take {sum(resident.values()) / 2**30:.1f} GiB on each GPU. Pass a smaller batch, "
+            f"engine's buffers alone take {sum(load.resident.values()) / 2**30:.1f} GiB on each GPU. Pass a smaller batch, "
             "method='lora', optimizer='adamw8bit', an engine that shards with more GPUs, or a larger GPU."
         )
     name = model if isinstance(model, str) else type(model).__name__
     loads = [replace(load, sequence=length or longest) for length in lengths]
     return [
-        _report(name, options, _streamed(own, options, longest), _checkpointed(own, options, checkpointed), own) for own in loads
+        _report(name, options, streamed_outlook(own, options, longest), _checkpointed(own, options, checkpointed), own)
+        for own in loads
     ]
 
 
-def _check_count(name: str, number: int | None) -> None:
+def check_count(name: str, number: int | None) -> None:
     if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
         raise ValueError(f"{name} must be a whole number of at least 1, got {number!r}.")
 
 
-def _streamed(load: Workload, options: Options, longest: int) -> Outlook:
+def streamed_outlook(load: Workload, options: Options, longest: int) -> Outlook:
     card = options.card
     plan, phase = card.planned(load)
     # Objectives on log-probabilities make their logits again in backward.
@@ -292,16 +298,24 @@ def _report(model: str, options: Options, streamed: Outlook, checkpointing: Outl
     )
 
 
-def _assumptions(options: Options, itemsize: int) -> list[str]:
-    """Return in words what the numbers depend on and a user may have otherwise."""
+def common_assumptions(options: Options) -> list[str]:
+    """Return in words what all numbers depend on and a user may have otherwise."""
     dtype, rates = options.dtype, options.rates
-    said = [
+    return [
         f"weights and gradients in {dtype}; gradients are set to None between steps",
         f"tensors fill at most {100 * FILLED:g}% of the GPU ({100 * FILLED_BESIDE_HOST:g}% where host memory is used too), with "
         f"PYTORCH_ALLOC_CONF=expandable_segments:True; {100 * HOST_SHARE:.0f}% of the host is free",
         f"time is FLOPs over rates: products {rates.gemm / 1e12:.0f}, attention forward {rates.attention_forward / 1e12:.0f} and "
         f"backward {rates.attention_backward / 1e12:.0f} TFLOP/s, or launches where chunks are small; elementwise work, copies "
         "and communication are not counted",
+    ]
+
+
+def _assumptions(options: Options, itemsize: int) -> list[str]:
+    """Return in words what the numbers of a report depend on."""
+    dtype = options.dtype
+    said = [
+        *common_assumptions(options),
         "checkpointing is transformers' own, with SDPA, eager norms and a loss on full logits",
     ]
     if options.optimizer == "adamw" and copies_to_fp32(options.engine, itemsize):

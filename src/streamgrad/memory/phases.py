@@ -7,7 +7,7 @@ backward, or at the embeddings. tests/memory/test_phases.py tests these bytes ag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -39,7 +39,7 @@ class Workload:
     """One step: `rows` sequences of `sequence` tokens.
 
     `resident` is what stays for the whole step. `gradient_share` is the part of a finished gradient that stays on this rank.
-    `keys_at_once` is `memory.costs.Shape`'s.
+    `keys_at_once` is `memory.costs.Shape`'s. `scored` tokens are targets, by default all.
     """
 
     shape: ModelShape
@@ -48,6 +48,7 @@ class Workload:
     resident: Parts = field(default_factory=dict)
     gradient_share: float = 1.0
     keys_at_once: float = KEYS_AT_ONCE
+    scored: int | None = None
 
     @property
     def batch(self) -> Shape:
@@ -56,6 +57,14 @@ class Workload:
     @property
     def tokens(self) -> int:
         return self.rows * self.sequence
+
+    @property
+    def targets(self) -> int:
+        return self.tokens if self.scored is None else self.scored
+
+    def sum_over_rows(self, of_row: Callable[[int], float]) -> float:
+        """Return the sum over the rows of what `of_row` gives for a row of so many tokens."""
+        return self.rows * of_row(self.sequence)
 
     @property
     def always(self) -> Parts:
@@ -84,6 +93,19 @@ class Workload:
         shape = self.shape
         sums, dense = max(4, shape.itemsize) * shape.width, self.embedding_gradient_bytes
         return embedding_parts(self.tokens, shape.profile.costs.input, width_sum_bytes=sums, dense_bytes=dense)
+
+
+@dataclass(frozen=True)
+class SharedPrompts(Workload):
+    """One step on one row in which `groups` prompts occur once each, before `group` completions of `completion` tokens each."""
+
+    groups: int = 1
+    group: int = 1
+    completion: int = 1
+
+    def sum_over_rows(self, of_row: Callable[[int], float]) -> float:
+        prompt = self.sequence // self.groups - self.group * self.completion
+        return self.groups * (of_row(prompt) + self.group * (of_row(prompt + self.completion) - of_row(prompt)))
 
 
 def streamed_phases(load: Workload, policies: Sequence[LayerPolicy], chunk_sizes: Sequence[int], head_rows: int) -> list[Phase]:

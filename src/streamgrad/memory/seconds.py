@@ -12,9 +12,10 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from streamgrad.engine.policy import LayerPolicy
-from streamgrad.memory.costs import LayerProfile
+from streamgrad.memory.costs import LayerProfile, ModelShape
 from streamgrad.memory.phases import Workload
 
 # Seconds to launch the kernels of one chunk of one layer, forward and backward: the least that was seen (docs/performance.md). A
@@ -89,17 +90,16 @@ def _seconds(
     once = shape.layers * profile.forward_flops
     flops = tokens * (once + again + shape.layers * profile.backward_flops)
     # Two products forward and five backward for each pair of a query and a key that it sees, in every head.
-    pair = 2 * profile.query_heads * profile.head_size * load.rows * _pairs(load)
+    pair = 2 * profile.query_heads * profile.head_size * load.sum_over_rows(partial(_pairs, shape))
     forward_s, backward_s = 2 * pair / rates.attention_forward, 5 * pair / rates.attention_backward
-    product_s = 2 * tokens * shape.head_parameters / rates.gemm
+    product_s = 2 * load.targets * shape.head_parameters / rates.gemm
     reference_s = tokens * once / rates.gemm + forward_s + product_s if reference else 0.0
     attention_s = (1.0 + attention_again) * forward_s + backward_s
     return Seconds(attention_s, flops / rates.gemm, head_products * product_s, reference_s)
 
 
-def _pairs(load: Workload) -> float:
+def _pairs(shape: ModelShape, length: int) -> float:
     """Return the number of pairs of a query and a key that it sees, in one sequence, summed over the layers."""
-    shape, length = load.shape, load.sequence
     window = min(shape.window or length, length)
     windowed = window * length - window * window / 2
     return shape.full_attention_layers * length * length / 2 + (shape.layers - shape.full_attention_layers) * windowed
