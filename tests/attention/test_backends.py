@@ -12,8 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import batches
 import streamgrad
@@ -24,6 +22,7 @@ from streamgrad.attention.backends.cudnn_plans import PlanPrices
 from streamgrad.attention.masks import CausalMask
 from streamgrad.attention.varlen import Segment, VarlenMask
 from streamgrad.engine.kv_chunk import Attended, spans
+from tensor_shapes import Shapes
 from tiny import tiny_model, tokens
 
 CPU = torch.device("cpu")
@@ -267,19 +266,6 @@ def test_no_mask_is_made_where_a_kernel_takes_segments(kind, attention, fake_fla
         monkeypatch.setattr(VarlenMask, "visible", refuse)
         assert_same_step(run_step(model, batch), expected, 1e-10)
     assert parts == [(*span, 2) for span in spans(length, chunk_size)]
-
-
-class Shapes(TorchDispatchMode):
-    """The shapes of everything any operation makes."""
-
-    def __init__(self):
-        super().__init__()
-        self.made = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        self.made |= {tuple(leaf.shape) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)}
-        return result
 
 
 @pytest.mark.parametrize(("attention", "expected"), [("sdpa", True), ("eager", False), ("flash", False)])

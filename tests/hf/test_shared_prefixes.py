@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,8 @@ import streamgrad
 from gradients import assert_same_step, more, no_float32, run_step
 from lora import with_lora
 from shared_batches import BATCHES, batch_of, group
+from streamgrad.attention.backends.sdpa import SdpaBackend
+from tensor_shapes import Shapes
 from tiny import FAMILIES, tiny_model
 
 
@@ -97,6 +101,37 @@ def test_each_beginning_is_computed_once():
         found.hidden_states(model)
     assert found.input_ids.shape == (1, 40 + 45)
     assert sum(seen) == 40 + 45
+
+
+@pytest.mark.parametrize(("keep", "forwards"), [("input", 2), ("attention", 1)])
+@pytest.mark.parametrize("chunk_size", [64, 100, 1000])
+def test_attention_is_that_of_the_visible_pairs(monkeypatch, chunk_size, keep, forwards):
+    """Counted in the kernels' calls; and nothing has a row for each query of a chunk and a column for each key."""
+    prompt, completions = 300, [100, 70, 130, 90]
+    model, found = tiny_model("llama"), streamgrad.share_prefixes(**batch_of(*group(prompt, completions)))
+    streamgrad.enable(model, chunk_size=chunk_size, head_chunk_size=16, keep=keep, attention="sdpa")
+    pairs = Counter()
+    for name, plain in (("forward", SdpaBackend.forward), ("backward", SdpaBackend.backward)):
+
+        def counted(self, *args, plain=plain, name=name):
+            query, key, *_, block = args if name == "forward" else args[1:]
+            queries, keys = query.shape[2], key.shape[2]
+            assert block.mask is None and block.window is None
+            pairs[name] += queries * keys - (queries * (queries - 1) // 2 if block.causal else 0)
+            return plain(self, *args)
+
+        monkeypatch.setattr(SdpaBackend, name, counted)
+    found.hidden_states(model)  # in which the model is tried on a few tokens
+    pairs.clear()
+    with Shapes() as shapes:
+        found.hidden_states(model).sum().backward()
+
+    def visible(tokens: int) -> int:
+        return tokens * (tokens + 1) // 2
+
+    seen = visible(prompt) + sum(visible(prompt + own) - visible(prompt) for own in completions)
+    assert pairs == {"forward": 2 * forwards * seen, "backward": 2 * seen}  # in two layers
+    assert not [shape for shape in shapes.made if len(shape) > 1 and min(shape[-2:]) >= 64]
 
 
 def test_turns_are_found_by_their_tokens():
