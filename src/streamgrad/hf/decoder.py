@@ -97,6 +97,8 @@ def decoder_forward(decoder: Any, stock: Callable[..., Any], stream: DecoderStre
             return stock(*args, **kwargs)
     _refuse_what_needs_whole_layers(decoder, arguments)
     check_mask(arguments, decoder.config)
+    if group is not None and stream.tree is not None:
+        raise ValueError(f"ranks share the sequences of {name}, which cannot share their beginnings as well. Pass separate rows.")
     whole = WholeSequences(arguments, stream.tree)
     sequences = whole if group is None else Slices.of(decoder, arguments, group, stream.planner)
     _drop_cache(sequences.arguments)

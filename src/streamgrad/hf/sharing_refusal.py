@@ -170,12 +170,14 @@ class _Trial:
 
 
 @contextlib.contextmanager
-def _other_positions_in(decoder: nn.Module) -> Iterator[None]:
+def _other_positions_in(decoder: Any) -> Iterator[None]:
     """Give layers other position_ids, but not other rotary embeddings: those that differ then read positions themselves."""
+    last = (getattr(decoder.config, "max_position_embeddings", None) or 1 << 20) - 1
 
     def moved(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         positions = kwargs.get("position_ids")
-        return args, kwargs if positions is None else kwargs | {"position_ids": positions + (1 << 20)}
+        # As far on as a table of positions reaches: beyond its end, a CUDA device would not recover.
+        return args, kwargs if positions is None else kwargs | {"position_ids": positions - positions.max() + last}
 
     hooks = [layer.register_forward_pre_hook(moved, with_kwargs=True) for layer in decoder_layers(decoder)]
     try:
