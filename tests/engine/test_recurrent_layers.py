@@ -57,6 +57,17 @@ def test_layers_with_attention_and_states_or_with_neither(family):
             streamgrad.disable(model)
 
 
+def test_checkpointing_of_a_layer_inside_of_a_layer():
+    """Zamba 2 has such; transformers takes the cache from a layer that it checkpoints."""
+    model = small_model("zamba2")
+    batch = batches.plain(model)
+    with no_float32():
+        expected = run_step(model, batch)
+        model.gradient_checkpointing_enable()
+        streamgrad.enable(model, chunk_size=5)
+        assert_same_step(run_step(model, batch), expected, 1e-10)
+
+
 def _documents_alone(model, batch) -> torch.Tensor:
     """The loss of the documents of `batch`, each in a call of its own."""
     ends, labels = batch["cu_seq_lens_q"].tolist(), batch["labels"]

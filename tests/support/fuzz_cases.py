@@ -21,6 +21,8 @@ BALANCED = {
     "qwen3_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_next", "granitemoe", "jetmoe", "phimoe", "minimax_m2",
     "ernie4_5_moe", "flex_olmo", "dbrx", "qwen3_5_moe_text",
 }  # fmt: skip
+# PEFT fails on the router of the first, and refuses adapters on the output of the others' states.
+NO_LORA = {"phimoe", "falcon_h1", "mamba2", "nemotron_h"}
 WINDOWED = {"mistral", "gemma2", "gpt_oss"}
 
 
@@ -136,7 +138,8 @@ def is_meant(case: Case) -> bool:
         or (scored and case.family in OTHERS)  # how they scale and cap their logits is not known here
         or (case.adapter != "none" and case.frozen not in ("nothing", "half"))
         or (case.adapter == "dora" and case.family in OTHERS)  # not for experts, says PEFT
-        or (case.adapter == "lora" and case.family == "phimoe")  # PEFT fails on its router
+        or (case.adapter == "lora" and case.family in NO_LORA)
+        or (case.embedded and case.family.startswith("gemma4"))  # stock looks its tokens up again
         or (case.objective == "hidden" and case.frozen == "all but head")
         or (case.layers and (case.memory_budget or case.family in OTHERS))
         or (max(case.lengths) == 1 and case.objective not in ("labels", "counted", "hidden"))

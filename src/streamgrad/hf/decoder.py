@@ -48,6 +48,7 @@ from streamgrad.hf.mask_checks import check_mask
 from streamgrad.hf.patching import (
     InstalledForward,
     named_arguments,
+    not_checkpointed,
     not_compiled,
     own_forward,
     signature_of,
@@ -178,8 +179,7 @@ def _streamed(decoder: Any, stock: Callable[..., Any], stream: DecoderStream, se
 
 def _should_stream(decoder: Any, stream: DecoderStream, arguments: dict[str, Any]) -> bool:
     """Return True with a graph. Without one, return whether it saves memory: a long input, no cache to fill, no transform."""
-    given = arguments.get("attention_mask")
-    masks = given.values() if isinstance(given, dict) else [given]
+    masks = given.values() if isinstance(given := arguments.get("attention_mask"), dict) else [given]
     if torch.is_grad_enabled() or any(isinstance(mask, CausalMask | NotCausal) for mask in masks):  # made outside
         return True
     if in_transform():
@@ -241,13 +241,11 @@ def _streamed_layers(decoder: Any, stream: DecoderStream, sequences: WholeSequen
         restore.enter_context(streamed_attention_in(configs))
         restore.enter_context(Fusion(rest, mode=stream.config.fused_kernels).installed())
         forwards = [(layer, "forward", call.streamed_forward(index)) for index, layer in enumerate(layers)]
-        # A streamed layer already recomputes itself; checkpointing around it would run it a third time.
-        checkpointed = [layer for layer in layers if getattr(layer, "gradient_checkpointing", False)]
         restore.enter_context(not_compiled(layers))
         dropouts = [module for module in rest if isinstance(module, _DropoutNd)]
         forwards += [(module, "forward", _drawing_alone(own_forward(module))) for module in dropouts]
         restore.enter_context(temporary_attributes(forwards))
-        restore.enter_context(temporary_attributes((layer, "gradient_checkpointing", False) for layer in checkpointed))
+        restore.enter_context(not_checkpointed(layers))
         yield
 
 
@@ -284,9 +282,8 @@ class _DecoderCall:
             recorder, recurrent = Recorder(), is_recurrent(modules)
             if arguments.token_inputs.tensors and self.sequences.sharing.ranks > 1:
                 raise SeamError("its layers take inputs by token beside hidden states, and ranks share its sequences")
-            kind: Any = StreamedCall
-            if recurrent:
-                kind = partial(RecurrentCall, document_starts=self.documents.starts(modules, arguments))
+            starts = self.documents.starts(modules, arguments) if recurrent else []
+            kind: Any = partial(RecurrentCall, document_starts=starts) if recurrent else StreamedCall
             run = self._run(modules, arguments, recorder)
             mask = self._mask(arguments, h_BTE) if has_attention(modules) else None
             if recurrent and mask is not None and mask.uncut:
@@ -322,7 +319,10 @@ class _DecoderCall:
         configs, fusion = attention_configs(modules), Fusion(modules, mode=self.stream.config.fused_kernels)
 
         def run(h_BLE: Tensor, chunk: Any) -> Tensor:
-            with streamed_attention_in(configs), fusion.installed(), never_packed(modules), recorder.collecting(h_BLE, chunk):
+            with (
+                streamed_attention_in(configs), fusion.installed(), never_packed(modules), not_checkpointed(modules),
+                recorder.collecting(h_BLE, chunk),
+            ):  # fmt: skip
                 out_BLE = arguments.run(h_BLE, chunk)
             arguments.token_inputs.note(chunk, h_BLE.shape[1])
             return out_BLE

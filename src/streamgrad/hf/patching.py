@@ -168,6 +168,15 @@ def temporary_attributes(settings: Iterable[tuple[Any, str, Any]]) -> Iterator[N
                 attributes[name] = value
 
 
+def not_checkpointed(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
+    """Let transformers checkpoint none of `modules` within the block.
+
+    A streamed layer already recomputes itself, and a layer inside of it (Zamba 2's) would lose its cache.
+    """
+    found = [module for module in modules if module.__dict__.get("gradient_checkpointing")]
+    return temporary_attributes((module, "gradient_checkpointing", False) for module in found)
+
+
 def temporary_attribute(owner: Any, name: str, value: Any) -> AbstractContextManager[None]:
     """Set one instance attribute within the block, as `temporary_attributes` does."""
     return temporary_attributes([(owner, name, value)])
