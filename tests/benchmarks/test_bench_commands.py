@@ -19,7 +19,9 @@ from benchmarks.names import command_line, unless
 from benchmarks.records import append_records, rows_in
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = {"step", "memory", "max-length", "head", "linear", "partition", "precision", "predicted", "report"}
+COMMANDS = {
+    "step", "memory", "max-length", "head", "linear", "partition", "precision", "predicted", "shared-prompts", "families", "report",
+}  # fmt: skip
 
 
 @dataclass
