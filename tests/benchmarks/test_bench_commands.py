@@ -20,7 +20,8 @@ from benchmarks.records import append_records, rows_in
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = {
-    "step", "memory", "max-length", "head", "linear", "partition", "precision", "predicted", "shared-prompts", "families", "report",
+    "step", "memory", "max-length", "head", "linear", "partition", "precision", "predicted", "shared-prompts", "families",
+    "report",
 }  # fmt: skip
 
 

@@ -147,7 +147,7 @@ def test_rows_that_share_their_beginnings_are_refused(family):
     model = streamgrad.enable(small_model(family), chunk_size=5)
     decoder = model.get_decoder()
     with (
-        mock.patch.object(InstalledForward.on(decoder).stream, "tree", mock.Mock()),
+        mock.patch.object(InstalledForward.on(decoder).stream, "tree", mock.Mock(length=9)),
         pytest.raises(ValueError, match="share their beginnings"),
     ):
         decoder(input_ids=tokens(1, 9))

@@ -91,8 +91,7 @@ def decoder_forward(decoder: Any, stock: Callable[..., Any], stream: DecoderStre
     arguments = named_arguments(stock, args, kwargs)
     if stream.mask_BT is not None:
         arguments["attention_mask"] = stream.mask_BT
-    group = sequence_group(decoder, stream.group)
-    name = type(decoder).__name__
+    group, name = sequence_group(decoder, stream.group), type(decoder).__name__
     if group is None and stream.tree is None and not _should_stream(decoder, stream, arguments):
         with stream.in_use.claimed(name, alone=False):
             return stock(*args, **kwargs)
@@ -242,8 +241,7 @@ def _streamed_layers(decoder: Any, stream: DecoderStream, sequences: WholeSequen
         restore.enter_context(Fusion(rest, mode=stream.config.fused_kernels).installed())
         forwards = [(layer, "forward", call.streamed_forward(index)) for index, layer in enumerate(layers)]
         restore.enter_context(not_compiled(layers))
-        dropouts = [module for module in rest if isinstance(module, _DropoutNd)]
-        forwards += [(module, "forward", _drawing_alone(own_forward(module))) for module in dropouts]
+        forwards += [(part, "forward", _drawing_alone(own_forward(part))) for part in rest if isinstance(part, _DropoutNd)]
         restore.enter_context(temporary_attributes(forwards))
         restore.enter_context(not_checkpointed(layers))
         yield
