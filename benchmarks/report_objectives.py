@@ -53,7 +53,7 @@ def families(records: Records, paper: dict[str, Any]) -> list[str]:
             _CASES[case], f"{length:,}", "all" if limit is None else f"{limit / 2**30:.0f} GiB", ms(theirs), gb(theirs), ms(ours),
             gb(ours), or_dash(_quotient(theirs, ours), "{:.2f}x"),
         ])  # fmt: skip
-    header = ["model", "tokens", "memory", "checkpointing", "", "streamgrad", "", "gain"]
+    header = ["model", "tokens", "memory", "checkpointing", "its peak", "streamgrad", "its peak", "gain"]
     return [
         "One sequence, forward and backward, one limit of memory for both methods; streamgrad uses what there is.",
         markdown_table(header, rows),
