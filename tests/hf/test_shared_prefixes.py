@@ -180,5 +180,7 @@ def test_gaps_in_a_row_are_refused():
     mask[0, 3] = 0
     with pytest.raises(ValueError, match="hides tokens between others"):
         streamgrad.share_prefixes(batch["input_ids"], mask, batch["completion_mask"])
+    with pytest.raises(ValueError, match="none of the tokens of a batch of shape"):
+        streamgrad.share_prefixes(batch["input_ids"], torch.zeros_like(mask))
     with pytest.raises(ValueError, match="completion_mask has shape"):
         streamgrad.share_prefixes(batch["input_ids"], mask, mask[:, 1:])

@@ -132,6 +132,8 @@ def share_prefixes(
         is_real_BT = attention_mask.cpu().bool()
     scored_BT = is_real_BT.clone()
     scored_BT &= True if completion_mask is None else completion_mask.cpu().bool()
+    if not is_real_BT.any():
+        raise ValueError(f"none of the tokens of a batch of shape {tuple(input_ids.shape)} is real. Pass a row with some.")
     rows, firsts = _rows(ids_BT, is_real_BT), _first(is_real_BT)
     scored_BT[torch.arange(len(rows)), firsts] = False  # nothing comes before it
     prompts = torch.where(scored_BT.any(1), _first(scored_BT) - firsts, is_real_BT.sum(1)).tolist()

@@ -32,8 +32,9 @@ from streamgrad.hf.sequence_slices import sequence_group
 
 _SHARED, _OWN, _ROWS, _PADDING, _MOVED = 8, 8, 3, 3, 5
 _TREE = Tree(tuple(_SHARED + branch * _OWN for branch in range(_ROWS + 1)), (-1, *[0] * _ROWS))
-# The largest relative difference of hidden states that is rounding, of all layers together.
-_ROUNDING = {2: 0.25, 4: 1e-2, 8: 1e-5}
+# The largest relative difference of hidden states that is rounding, of all layers together, by bytes of a number. In bf16, 1 to 4
+# per cent were seen for 24 to 48 layers.
+_ROUNDING = {2: 0.1, 4: 1e-2, 8: 1e-5}
 
 
 class Refusal(NamedTuple):
