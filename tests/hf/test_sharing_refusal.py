@@ -160,6 +160,19 @@ def test_the_trial_leaves_no_trace():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_it_is_tried_once():
+    """Trainers register a hook of transformers' anew at every step, and switch checkpointing."""
+    model, calls = streamgrad.enable(tiny_model("llama"), chunk_size=7), []
+    found = streamgrad.share_prefixes(**RIGHT)
+    model.model.norm.register_forward_hook(lambda _, args, out: calls.append(out.shape[1]))
+    for _ in range(3):
+        calls.clear()
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable()
+        found.hidden_states(model)
+    assert calls == [found.input_ids.shape[1]]
+
+
 # --- wrappers and modes ---------------------------------------------------------------------------------------------------
 
 

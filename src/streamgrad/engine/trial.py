@@ -98,7 +98,7 @@ class Trial:
             self.forward,
             tuple(_module._global_forward_hooks),
             tuple(_module._global_forward_pre_hooks),
-            contents_of(modules, self.adapters),
+            _contents(modules, self.adapters),
         )
         if h_BTE.is_meta or tokens < 2 * self.least or contents in _PASSED.get(self.layer, ()):
             return
@@ -317,7 +317,7 @@ def _cut(tokens: int, least: int) -> list[Span]:
     return list(itertools.pairwise(borders))
 
 
-def contents_of(modules: Sequence[nn.Module], adapters: AdapterFacts) -> Hashable:
+def _contents(modules: Sequence[nn.Module], adapters: AdapterFacts) -> Hashable:
     """Return what tells whether a layer is still the one that was tried: modules, code, switches, hooks, what is trained."""
     return tuple(
         (

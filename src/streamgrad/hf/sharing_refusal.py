@@ -24,10 +24,8 @@ from streamgrad.attention.trees import Tree
 from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.module_walk import modules_of
 from streamgrad.engine.replay import DRAWING, Autocast, RandomTape
-from streamgrad.engine.trial import contents_of
 from streamgrad.hf.discover import decoder_layers, follows_length, has_recurrent_layers
 from streamgrad.hf.patching import InstalledForward, signature_of, temporary_attribute
-from streamgrad.hf.peft import PEFT_ADAPTERS
 from streamgrad.hf.sequence_slices import sequence_group
 
 _SHARED, _OWN, _ROWS, _PADDING, _MOVED = 8, 8, 3, 3, 5
@@ -71,11 +69,34 @@ def sharing_refusal(model: Any, device: torch.device) -> Refusal:
     if reason is not None:
         return Refusal(reason)
     layers = decoder_layers(decoder)
-    contents = contents_of([*modules_of(decoder, but_for=layers), *layers], PEFT_ADAPTERS)
+    contents = tuple(map(_contents, [*modules_of(decoder, but_for=layers), *layers]))
     tried = _TRIED.setdefault(decoder, {})
     if contents not in tried:
         tried[contents] = _tried(model, decoder, device)
     return tried[contents]
+
+
+def _contents(module: nn.Module) -> Hashable:
+    """Return what tells whether a module is still the one that was tried: its code, switches and hooks.
+
+    Around every reference pass trainers switch checkpointing, which streamed layers do not read, and register the hook of
+    `enable_input_require_grads` once more.
+    """
+    own = module.__dict__
+    hooks = [_code(*entry) for kind in ("_forward_hooks", "_forward_pre_hooks") for entry in own[kind].items()]
+    return (
+        id(module),
+        type(module).forward,
+        *((name, value) for name, value in own.items() if type(value) in (bool, float, str) and name != "gradient_checkpointing"),
+        frozenset(hooks),
+        None if InstalledForward.on(module) else id(own.get("forward")),
+    )
+
+
+def _code(handle: int, hook: Any) -> Hashable:
+    """Return the code of a hook that is nothing but its code, and else the number of its registration."""
+    has_more = getattr(hook, "__closure__", None) or getattr(hook, "__defaults__", None)
+    return handle if has_more else getattr(hook, "__code__", handle)
 
 
 def _known_reason(decoder: Any) -> str | None:
@@ -151,9 +172,9 @@ class _Trial:
         return output.last_hidden_state[0]
 
     def separate(self) -> Tensor:
-        """Return the hidden states of separate rows in the same order, (N, E)."""
+        """Return the hidden states of separate rows in the same order, (N, E), by the stock code, as which a cache is filled."""
         ids, is_real = (nn.functional.pad(tensor, (_PADDING, 0)) for tensor in (self.rows_RT, torch.ones_like(self.rows_RT)))
-        output = self.base(input_ids=ids.to(self.device), attention_mask=is_real.to(self.device), use_cache=False)
+        output = self.base(input_ids=ids.to(self.device), attention_mask=is_real.to(self.device), use_cache=True)
         hidden_RTE = output.last_hidden_state[:, _PADDING:]
         return torch.cat([hidden_RTE[0, :_SHARED], hidden_RTE[:, _SHARED:].flatten(0, 1)])
 
