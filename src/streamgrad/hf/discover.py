@@ -53,12 +53,13 @@ def unwrap(model: Any) -> PreTrainedModel:
 def wrappers_and_model(model: Any) -> Iterator[Any]:
     """Yield the model's wrappers from the outermost on, and last what is inside of them."""
     inner: Any = model
-    while inner is not None:
-        yield inner
-        if isinstance(inner, PreTrainedModel) or not isinstance(inner, nn.Module):
-            return
+    yield inner
+    while isinstance(inner, nn.Module) and not isinstance(inner, PreTrainedModel):
         compiled, module = getattr(inner, "_orig_mod", None), wrapped_by_engine(inner)
-        inner = base_model(inner) or (compiled if isinstance(compiled, nn.Module) else module)
+        inside = base_model(inner) or (compiled if isinstance(compiled, nn.Module) else module)
+        if inside is None:
+            return
+        yield (inner := inside)
 
 
 def wrapped_by_engine(wrapper: Any) -> nn.Module | None:
