@@ -66,6 +66,8 @@ def streamed_attention(
         )
         for part in _parts(chunk, query_BHLD)
     ]
+    if dropout > 0.0 and len(pieces) > 1:
+        raise SeamError("attention dropout is on, and its sequences share their beginnings")
     if sink_H is not None:
         sink_H = chunk.sharing.own_heads(sink_H)
     out_BHLD = _StreamedAttention.apply(chunk, pieces, query_BHLD, key_BGLD, value_BGLD, sink_H)

@@ -13,7 +13,7 @@ rectangle of ancestors, and then it is no wider than the window.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -141,12 +141,14 @@ class TreeMask:
 
 def _join(parts: list[Part], part: Part) -> None:
     """Append a rectangle, or widen the last one if the two are one: the same keys, or causal ones that go on."""
-    last = parts[-1] if parts else None
-    is_same = last is not None and last.first == part.first and last.queries[1] == part.queries[0]  # type: ignore[index]
-    if last is not None and is_same and (part.causal or last.last == part.last):
-        parts[-1] = Part(part.first, part.last, causal=part.causal, queries=(last.queries[0], part.queries[1]))  # type: ignore[index]
-    else:
-        parts.append(part)
+    if parts:
+        last = parts[-1]
+        assert last.queries is not None and part.queries is not None, "a rectangle names its queries"
+        goes_on = last.first == part.first and last.queries[1] == part.queries[0]
+        if goes_on and (part.causal or last.last == part.last):
+            parts[-1] = replace(part, queries=(last.queries[0], part.queries[1]))
+            return
+    parts.append(part)
 
 
 def band_mask(part: Part, device: torch.device) -> Tensor:
