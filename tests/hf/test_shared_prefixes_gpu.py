@@ -52,7 +52,7 @@ def shared(model, batch):
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("name", ["auto", "cudnn", "flash", "sdpa", "eager"])
 def test_bf16_error_is_that_of_separate_rows(name, family):
-    """At most 1.05 times the error of plain bf16 against fp32, pooled over parameters and models; mistral has a window of 200."""
+    """At most 1.02 times the error of plain bf16 against fp32, pooled over parameters and models; mistral has a window of 200."""
     if family == "mistral" and name in ("cudnn", "flash"):
         pytest.skip("takes no masks, which a window needs where it cuts through a prompt")
     options = SHAPE | ({"sliding_window": 200} if family == "mistral" else {})
@@ -69,4 +69,4 @@ def test_bf16_error_is_that_of_separate_rows(name, family):
         torch.testing.assert_close(actual.loss.float(), expected.loss, rtol=5e-2, atol=0.0)
         errors["plain"] += total_gradient_error(plain.gradients, expected.gradients) ** 2
         errors["shared"] += total_gradient_error(actual.gradients, expected.gradients) ** 2
-    assert errors["shared"] <= 1.05**2 * errors["plain"], errors
+    assert errors["shared"] <= 1.02**2 * errors["plain"], errors
