@@ -184,3 +184,10 @@ def test_gaps_in_a_row_are_refused():
         streamgrad.share_prefixes(batch["input_ids"], torch.zeros_like(mask))
     with pytest.raises(ValueError, match="completion_mask has shape"):
         streamgrad.share_prefixes(batch["input_ids"], mask, mask[:, 1:])
+
+
+def test_dropout_of_attention_is_refused_in_the_row_itself():
+    """Beneath what `hidden_states` refuses: attention in several pieces has no one mask of what is dropped."""
+    model, found = streamgrad.enable(tiny_model("llama", attention_dropout=0.1)), streamgrad.share_prefixes(**BATCHES["turns"])
+    with found.streamed(model), pytest.raises(ValueError, match="attention dropout is on, and its sequences share"):
+        model.model(input_ids=found.input_ids, position_ids=found.position_ids, use_cache=False)
