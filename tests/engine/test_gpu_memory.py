@@ -157,8 +157,31 @@ def test_500_steps_of_random_lengths_grow_nothing(options):
     assert max(growth) < 32, f"reserved and host memory grew by {growth} MB"
 
 
+def fails_under(megabytes: int, model, batch, *, in_backward: bool) -> str | None:
+    """Return the error of a step that may take so much more memory, from its beginning or from its backward pass on."""
+
+    def limit() -> None:
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + megabytes * 1e6) / total)
+
+    try:
+        if not in_backward:
+            limit()
+        loss = model(**batch).loss
+        if in_backward:
+            limit()
+        loss.backward()
+        return None
+    except torch.OutOfMemoryError as error:
+        return str(error)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.parametrize("part", ["ran forward", "was run again for backward"])
 @pytest.mark.parametrize("offload", ["none", "host"])
-def test_memory_that_runs_out_leaves_nothing(offload):
+def test_memory_that_runs_out_leaves_nothing(offload, part):
     """Under ever higher limits a step fails in ever later parts; each time all is as before, and a step that fits is exact."""
     model, batch = model_and_batch()
     short = {name: value[:, :512] for name, value in batch.items()}
@@ -167,36 +190,22 @@ def test_memory_that_runs_out_leaves_nothing(offload):
     model.zero_grad()
     expected = run_step(model, short)
     model.zero_grad()
-    store, told, total = (
-        InstalledForward.on(model.get_decoder()).stream.host_store,
-        [],
-        torch.cuda.get_device_properties(0).total_memory,
-    )
+    store, told = InstalledForward.on(model.get_decoder()).stream.host_store, []
     gc.collect()
     held, tensors, pinned = torch.cuda.memory_allocated(), live_tensors(), store.total_bytes
-    try:
-        for megabytes in range(20, 2000, 40):
-            torch.cuda.empty_cache()
-            torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + megabytes * 1e6) / total)
-            try:
-                model(**batch).loss.backward()
-                break
-            except torch.OutOfMemoryError as error:
-                told.append(str(error))
-            assert all(parameter.grad is None for parameter in model.parameters())
-            assert live_tensors() == tensors
-            assert torch.cuda.memory_allocated() == held
-            torch.cuda.set_per_process_memory_fraction(1.0)
-            assert_same_step(run_step(model, short), expected, 1e-4)  # torch's backward of embeddings is not repeatable
-            model.zero_grad()
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+    for megabytes in range(20, 2000, 80):
+        error = fails_under(megabytes, model, batch, in_backward=part != "ran forward")
+        if error is None:
+            break
+        told.append(error)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert live_tensors() == tensors
+        assert torch.cuda.memory_allocated() == held
+        assert_same_step(run_step(model, short), expected, 1e-4)  # torch's backward of embeddings is not repeatable
+        model.zero_grad()
     assert store.total_bytes == pinned
     assert (offload == "host") == (pinned > 0)
-    # Where inputs stay on the device, the last layer's forward pass needs the most.
-    parts = ["ran forward, with 1 x 16384", *(["was run again for backward, with 1 x 16384"] if offload == "host" else [])]
-    for part in parts:
-        assert any(part in error for error in told), (part, told)
+    assert any(f"{part}, with 1 x 16384" in error for error in told), [error[-400:] for error in told]
 
 
 def test_more_than_two_to_the_31_elements():

@@ -119,12 +119,17 @@ def _head_slices(query_BHLD: Tensor, key_BGSD: Tensor) -> list[slice]:
 
 
 def _aligned(bias: Tensor | None, heads: slice, query_BHLD: Tensor, key_BGSD: Tensor) -> Tensor | None:
-    """Return the bias of these heads, with rows padded in memory to the 8 elements that the CUDA kernel reads at a time."""
+    """Return the bias of these heads, with rows that begin at multiples of the 8 elements that the CUDA kernel reads at a time.
+
+    A chunk's part of a user's own mask is a view, whose rows begin where those of the whole mask do.
+    """
     if bias is None:
         return None
     if bias.shape[1] > 1:
         bias = bias[:, heads]
     keys = bias.shape[-1]
-    if keys % 8:
-        bias = torch.nn.functional.pad(bias, (0, -keys % 8))[..., :keys]
+    if any(count % 8 for count in (keys, bias.storage_offset(), *bias.stride()[:-1])) or bias.stride(-1) != 1:
+        rows = bias.new_zeros(*bias.shape[:-1], keys + -keys % 8)
+        rows[..., :keys] = bias
+        bias = rows[..., :keys]
     return bias.expand(query_BHLD.shape[0], key_BGSD.shape[1], query_BHLD.shape[2], keys)
