@@ -48,15 +48,17 @@ def bench_shared_prompts(
     shape: Annotated[
         list[str] | None, typer.Option(help="objective:prompt:completion:group, several times.", show_default="a few of each")
     ] = None,
-    method: Annotated[
-        list[str] | None, typer.Option(help="shared, separate or liger; several times.", show_default="all")
+    method: Annotated[list[str] | None, typer.Option(help="shared, separate or trl; several times.", show_default="all")] = None,
+    keep: Annotated[str, typer.Option(help="What streamgrad keeps: auto, or input, on the device.")] = "auto",
+    limit: Annotated[
+        str | None, typer.Option(help="Device memory, such as 79GiB, with ballast for missing --layers.", show_default="all")
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model.", show_default="all")] = None,
     device: Annotated[Device | None, typer.Option(help="Where to run.", show_default="cuda if there is one, else cpu")] = None,
     runs: Annotated[int, typer.Option(min=1, help="Timed steps after the warm-up; the median counts.")] = 3,
     out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = RESULTS / "shared_prompts.jsonl",
 ) -> None:
-    """Measure GRPO and DPO steps whose rows have one prompt: shared, separate, and by transformers with Liger's kernels.
+    """Measure GRPO and DPO steps whose rows have one prompt: shared, separate, and as TRL's trainers do with Liger's kernels.
 
     **Examples**
 
@@ -68,6 +70,7 @@ def bench_shared_prompts(
 
     from benchmarks.records import append_records
     from benchmarks.shared_prompts import METHODS, OBJECTIVES, measure_shared_prompts
+    from streamgrad.config import parse_bytes
 
     shapes = []
     for text in shape or ["grpo:16000:2000:8", "grpo:4000:4000:8", "dpo:12000:2000:2", "dpo:2000:8000:2"]:
@@ -79,13 +82,14 @@ def bench_shared_prompts(
     for name in method or METHODS:
         if name not in METHODS:
             raise ValueError(f"--method must be one of {', '.join(METHODS)}, got {name!r}.")
+    if keep not in ("auto", "input"):
+        raise ValueError(f"--keep must be auto or input, got {keep!r}.")
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    command = " ".join(["python -m benchmarks", *sys.argv[1:]])
-    records = measure_shared_prompts(
-        model=model, shapes=shapes, methods=method or METHODS, runs=runs, layers=layers, device=chosen, command=command
-    )
-    append_records(out, records)
-    for record in records:
+    for record in measure_shared_prompts(
+        model=model, shapes=shapes, methods=method or METHODS, keep=keep, runs=runs, layers=layers, device=chosen,
+        limit_bytes=None if limit is None else parse_bytes(limit), command=" ".join(["python -m benchmarks", *sys.argv[1:]]),
+    ):  # fmt: skip
+        append_records(out, [record])
         measured = record.error or f"{record.step_ms:,.0f} ms, {(record.peak_bytes or 0) / 1e9:.1f} GB"
         shape_text = f"{record.prompt_tokens} + {record.group} x {record.completion_tokens} tokens"
         Console().print(f"{record.objective}  {shape_text:>28}  {record.method:>9}: {measured}", highlight=False)

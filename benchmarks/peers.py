@@ -43,6 +43,15 @@ def apply_liger(model_type: str, *, fused_loss: bool) -> None:
     patch(fused_linear_cross_entropy=fused_loss)
 
 
+def add_trl_head(network: PreTrainedModel) -> None:
+    """Give the model the head that TRL's trainers score completions with, with what they log: log-probabilities and entropies."""
+    try:
+        utils = importlib.import_module("trl.trainer.utils")
+    except ModuleNotFoundError as error:
+        raise ValueError("the method trl needs TRL. Run: pip install trl") from error
+    utils.add_fused_lm_head(network, outputs=("log_probs", "entropy"))
+
+
 def shard_for_one_rank(network: PreTrainedModel, device: torch.device) -> None:
     """Shard by FSDP2 as for several GPUs, with this process as the only rank: what the engine itself costs a step."""
     _be_the_only_rank(device)

@@ -7,7 +7,6 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-import streamgrad
 from benchmarks import shared_prompts
 from benchmarks.commands import app
 from benchmarks.report_objectives import families as families_section
@@ -45,9 +44,9 @@ def test_methods_take_the_same_step(objective):
     policy, reference = tiny_model("qwen3"), tiny_model("qwen3", seed=1).requires_grad_(False)
     ids, found = tokens(1, 9).repeat(2, 1), {}
     ids[1, 6:] = tokens(1, 3, seed=4)
-    for method in ("liger", "shared", "separate"):  # the first is plain torch here, without its kernels
+    for method in ("trl", "shared", "separate"):  # the first without Liger's kernels
         for network in (policy, reference):
-            streamgrad.enable(network) if method != "liger" else None
+            shared_prompts._prepare(method, network, "auto")
         step = shared_prompts._step(method, objective, policy, reference if objective == "dpo" else None, ids, 6)
 
         def forward(model, batch, step=step):
@@ -55,15 +54,16 @@ def test_methods_take_the_same_step(objective):
             return sum(parameter.sum() * 0 for parameter in model.parameters())
 
         found[method] = run_step(policy, {}, forward=forward)
-    assert_same_step(found["shared"], found["liger"], 1e-6)
-    assert_same_step(found["separate"], found["liger"], 1e-6)
+    assert_same_step(found["shared"], found["trl"], 1e-6)
+    assert_same_step(found["separate"], found["trl"], 1e-6)
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         (("shared-prompts", "--shape", "grpo:12"), "--shape must be objective:prompt:completion:group"),
-        (("shared-prompts", "--method", "fast"), "--method must be one of shared, separate, liger, got 'fast'"),
+        (("shared-prompts", "--method", "fast"), "--method must be one of shared, separate, trl, got 'fast'"),
+        (("shared-prompts", "--keep", "all"), "--keep must be auto or input, got 'all'"),
         (("families", "vision"), "case must be one of experts, images, qlora-8b, qlora-32b, got 'vision'"),
     ],
 )
