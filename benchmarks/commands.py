@@ -97,16 +97,18 @@ def bench_shared_prompts(
 
 @app.command("families")
 def bench_families(
-    case: Annotated[str, typer.Argument(help="experts, images, qlora-8b or qlora-32b.")],
+    case: Annotated[str, typer.Argument(help="experts, images, qlora-8b, qlora-32b, qwen3-next or qwen3.5.")],
     seq_len: Annotated[str, typer.Option(help="Tokens of the sequence; several lengths, such as 4096,32768.")] = "4096,16384",
-    method: Annotated[list[str] | None, typer.Option(help="streamgrad or checkpointing.", show_default="both")] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="streamgrad, streamgrad-input or checkpointing.", show_default="all")
+    ] = None,
     limit: Annotated[str | None, typer.Option(help="Device memory of the process, such as 24GiB.", show_default="all")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model.", show_default="all")] = None,
     device: Annotated[Device | None, typer.Option(help="Where to run.", show_default="cuda if there is one, else cpu")] = None,
     runs: Annotated[int, typer.Option(min=1, help="Timed steps after the warm-up; the median counts.")] = 3,
     out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = RESULTS / "families.jsonl",
 ) -> None:
-    """Measure a step of experts with their balance loss, of text with images, or of quantised weights with adapters.
+    """Measure a step of experts with their balance loss, text with images, quantised weights with adapters, or hybrids.
 
     **Examples**
 
@@ -136,7 +138,7 @@ def bench_families(
     for record in records:
         measured = record.error or f"{record.step_ms:,.0f} ms, {(record.peak_bytes or 0) / 1e9:.1f} GB"
         Console().print(
-            f"{record.case}  {record.seq_len:>7} tokens  {record.method:>13}: {measured}  {record.plan}", highlight=False
+            f"{record.case}  {record.seq_len:>7} tokens  {record.method:>16}: {measured}  {record.plan}", highlight=False
         )
 
 

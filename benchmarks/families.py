@@ -1,7 +1,8 @@
-"""Measures a step of models that the paper has none of: experts with their balance loss, images, quantised weights.
+"""Measures a step of models that the paper has none of: experts with their balance loss, images, quantised weights, hybrids.
 
-A step is forward and backward on one sequence, beside transformers' own checkpointing, under one limit of memory for both.
-Weights are random and nothing is downloaded.
+A step is forward and backward on one sequence, beside transformers' own checkpointing, under one limit of memory for all.
+`streamgrad-input` keeps the inputs of layers on the device and nothing else, as checkpointing does. Weights are random and
+nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from streamgrad.hf.configs import preset_config, with_layers
 from streamgrad.hf.patching import InstalledForward
 from streamgrad.memory.live_bytes import peak_bytes_of
 
-METHODS = ("streamgrad", "checkpointing")
+METHODS = ("streamgrad", "streamgrad-input", "checkpointing")
 _PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -88,6 +89,18 @@ def images(layers: int | None, device: torch.device) -> Case:
     return model.train(), batch
 
 
+def hybrid(family: str, few: int) -> Callable[[int | None, torch.device], Case]:
+    """Return the case of a family with mostly recurrent layers, at its published width, all of it trained, with few layers."""
+
+    def case(layers: int | None, device: torch.device) -> Case:
+        config = AutoConfig.for_model(family, num_hidden_layers=layers or few, use_cache=False)
+        with device:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        return model.train(), lambda tokens: _text(tokens, config.vocab_size, device)
+
+    return case
+
+
 def quantised(preset: str) -> Callable[[int | None, torch.device], Case]:
     """Return the case of a preset in nf4 with adapters of rank 16; one weight at a time is whole."""
 
@@ -125,6 +138,8 @@ CASES: dict[str, Callable[[int | None, torch.device], Case]] = {
     "images": images,
     "qlora-8b": quantised("qwen3-8b"),
     "qlora-32b": quantised("qwen3-32b"),
+    "qwen3-next": hybrid("qwen3_next", 4),
+    "qwen3.5": hybrid("qwen3_5_text", 8),
 }
 
 
@@ -141,11 +156,11 @@ def measure_family(
     for tokens in lengths:
         inputs = batch(tokens)
         for method in methods:
-            streamgrad.enable(model) if method == "streamgrad" else model.gradient_checkpointing_enable()
+            _prepare(method, model)
             step_ms, peak_bytes, error = _measured(model, inputs, runs, device)
             installed = InstalledForward.on(_inner(model).get_decoder())
             plan = "" if installed is None else str(installed.stream.planner.latest)
-            streamgrad.disable(model) if method == "streamgrad" else model.gradient_checkpointing_disable()
+            model.gradient_checkpointing_disable() if method == "checkpointing" else streamgrad.disable(model)
             records.append(
                 FamilyRecord(
                     case=case, method=method, seq_len=tokens, step_ms=step_ms, peak_bytes=peak_bytes, limit_bytes=limit_bytes,
@@ -158,6 +173,15 @@ def measure_family(
     return records
 
 
+def _prepare(method: str, model: Any) -> None:
+    if method == "checkpointing":
+        model.gradient_checkpointing_enable()
+    elif method == "streamgrad":
+        streamgrad.enable(model)
+    else:
+        streamgrad.enable(model, keep="input", offload="none")
+
+
 def _measured(
     model: nn.Module, inputs: dict[str, Any], runs: int, device: torch.device
 ) -> tuple[float | None, int | None, str | None]:
@@ -166,10 +190,9 @@ def _measured(
         model(**inputs).loss.backward()
 
     try:
-        for _ in range(2 if device.type == "cuda" else 0):
-            step()  # what libraries set up at their first uses is no part of a step
-        peak_bytes = peak_bytes_of(step, device)[1]
-        held = sum(parameter.nbytes for parameter in model.parameters())
+        step()  # what libraries set up at their first uses is no part of a step
+        peak_bytes = peak_bytes_of(step, device)[1]  # above weights and the gradients of the step before
+        held = sum(parameter.nbytes * (1 + parameter.requires_grad) for parameter in model.parameters())
         return median_ms(step, device, runs), peak_bytes + held, None
     except (RuntimeError, MemoryError) as failure:
         if not is_out_of_memory(failure):

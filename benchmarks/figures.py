@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report_objectives import PICTURED_COMPLETION
 from benchmarks.selection import (
     Record,
     Records,
@@ -236,6 +237,25 @@ def _linear(records: Records, paper: dict[str, Any]) -> Any:
     return figure
 
 
+def _shared_prompts(records: Records, paper: dict[str, Any]) -> Any:
+    """Draw how much faster a prompt computed once is, over its length, for groups of several sizes."""
+    pictured = [row for row in records["shared_prompts"] if row["completion_tokens"] == PICTURED_COMPLETION and row["step_ms"]]
+    cells = latest(pictured, "group", "prompt_tokens", "method")
+    if not cells:
+        return None
+    figure, (axes,) = _figure()
+    for group in sorted({group for group, _, _ in cells}):
+        prompts = sorted({prompt for size, prompt, _ in cells if size == group})
+        pairs = [(cells.get((group, prompt, "separate")), cells.get((group, prompt, "shared"))) for prompt in prompts]
+        gains = [every["step_ms"] / once["step_ms"] if every and once else float("nan") for every, once in pairs]
+        axes.plot([prompt / PICTURED_COMPLETION for prompt in prompts], gains, "o-", label=f"{group} completions")
+    axes.axhline(1.0, color="gray", linewidth=0.8)
+    axes.set(xscale="log", xlabel="prompt tokens / completion tokens", ylabel="times as fast as every row by itself")
+    axes.set_title("A prompt computed once (Qwen3-4B, GRPO, completions of 1,000 tokens)", size=10)
+    axes.legend(frameon=False, fontsize=9, loc="upper left")
+    return figure
+
+
 _PICTURES: dict[str, Callable[[Records, dict[str, Any]], Any]] = {
     "time": _time,
     "memory": _memory,
@@ -243,4 +263,5 @@ _PICTURES: dict[str, Callable[[Records, dict[str, Any]], Any]] = {
     "max_length": _max_length,
     "partition": _partition,
     "linear": _linear,
+    "shared_prompts": _shared_prompts,
 }

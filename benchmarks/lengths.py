@@ -80,15 +80,17 @@ def cells(objective: str, *, model: str | None = None, card: str = "80GiB") -> l
 def ballast_of_missing_layers(model: str, *, offload: str, has_copy: bool = False) -> Callable[[PreTrainedModel, int], int]:
     """Return a function that counts the device bytes of the layers which a cut model lacks, where layers keep their inputs.
 
-    With `has_copy`, it counts those of a frozen reference model too, which lacks the same layers.
+    A layer has its weights, and its input until its backward pass, from then on its gradients: the larger of the two counts. With
+    `has_copy`, a frozen reference model lacks the same layers.
     """
 
     def ballast(network: PreTrainedModel, tokens: int) -> int:
         layers = decoder_layers(network.get_decoder())
         missing = preset_config(model).num_hidden_layers - len(layers)
-        weights = sum(p.nbytes * (1 + p.requires_grad + has_copy) for p in layers[0].parameters())
+        weights = sum(p.nbytes * (1 + has_copy) for p in layers[0].parameters())
+        gradients = sum(p.nbytes for p in layers[0].parameters() if p.requires_grad)
         inputs = 0 if offload == "host" else tokens * network.config.hidden_size * network.dtype.itemsize
-        return missing * (weights + inputs)
+        return missing * (weights + max(inputs, gradients))
 
     return ballast
 

@@ -7,40 +7,85 @@ from typing import Any
 from benchmarks.selection import Record, Records, latest
 from benchmarks.words import gb, markdown_table, ms, no_record, or_dash, origin
 
+# The picture has prompts of many lengths and groups of several sizes, with completions of this one.
+PICTURED_COMPLETION = 1000
 _CASES = {
     "experts": "Qwen3-30B-A3B with its balance loss, LoRA on attention",
     "images": "Qwen3-VL-8B's shape, a quarter of the tokens images",
     "qlora-8b": "Qwen3-8B in nf4, LoRA",
     "qlora-32b": "Qwen3-32B in nf4, LoRA",
+    "qwen3-next": "Qwen3-Next's shape, {layers} layers",
+    "qwen3.5": "Qwen3.5-9B's shape, {layers} layers",
 }
 
 
 def shared_prompts(records: Records, paper: dict[str, Any]) -> list[str]:
-    """Return the times of steps whose rows have one prompt, shared, separate and by a peer."""
-    names = ("objective", "prompt_tokens", "completion_tokens", "group")
-    cells = latest(records["shared_prompts"], *names, "method")
-    shapes = list(dict.fromkeys(cell[:-1] for cell in cells))
-    if not shapes:
+    """Return the times of steps whose rows have one prompt, shared, separate and by a peer, and the longest prompts."""
+    measured = records["shared_prompts"]
+    if not measured:
         return [no_record("shared-prompts")]
+    compared = [record for record in measured if record["limit_bytes"] is None and not _is_of_the_picture(record)]
+    cells = latest(compared, *_SHAPE, "method", "keep")
     rows = []
-    for shape in shapes:
-        found = {method: cells.get((*shape, method)) for method in ("liger", "separate", "shared")}
-        gains = [_quotient(found[peer], found["shared"]) for peer in ("liger", "separate")]
-        objective, prompt, completion, group = shape
+    for shape in dict.fromkeys(cell[:-2] for cell in cells):
+        peer = next((cell for (*at, method, _), cell in cells.items() if (*at,) == shape and method == "trl"), None)
+        found = [cells.get((*shape, method, keep)) for keep in ("input", "auto") for method in ("separate", "shared")]
+        gains = [
+            _quotient(peer, found[1]),
+            _quotient(found[0], found[1]),
+            _quotient(peer, found[3]),
+            _quotient(found[2], found[3]),
+        ]
         rows.append([
-            str(objective), f"{prompt:,} + {group} x {completion:,}",
-            *(cell for record in found.values() for cell in (ms(record), gb(record))),
+            *_shape_words(shape), *(f"{ms(record)}, {gb(record)}" for record in (peer, *found)),
             *(or_dash(gain, "{:.2f}x") for gain in gains),
         ])  # fmt: skip
-    header = ["objective", "tokens"]
-    header += [cell for name in ("Liger's kernels", "every row by itself", "prompt once") for cell in (name, "above weights")]
+    header = [
+        "objective", "tokens", "TRL's way", "every row, inputs kept", "prompt once, inputs kept", "every row, auto",
+        "prompt once, auto", "gain on TRL's way, inputs kept", "on every row", "gain on TRL's way, auto", "on every row",
+    ]  # fmt: skip
     return [
-        "Qwen3-4B, all of it trained, medians: forward and backward of the policy over completions of one prompt, and the "
-        "reference's forward pass for DPO. The peer is transformers with Liger's kernels; it checkpoints, takes a row at a time "
-        "(GRPO) and has streamgrad's head. This is not at equal memory: streamgrad fills the card, shared or not.",
-        markdown_table([*header, "against the peer", "against every row"], rows),
+        "Qwen3-4B, all of it trained, medians, and peaks above weights and gradients: forward and backward of the policy "
+        "over completions of one prompt, and the reference's forward pass for DPO. TRL's way is what its trainers run: Liger's "
+        "kernels, checkpointing, its own head; a row at a time for GRPO. With inputs kept, streamgrad holds what checkpointing "
+        "holds; auto fills the card.",
+        markdown_table(header, rows),
         origin(cells.values()),
+        *_longest_prompts(records),
+        *(["![Gain of computing a prompt once](plots/shared_prompts.png)"] if any(map(_is_of_the_picture, measured)) else []),
     ]
+
+
+def _longest_prompts(records: Records) -> list[str]:
+    limited = latest((record for record in records["shared_prompts"] if record["limit_bytes"]), *_SHAPE, "method")
+    rows = [
+        [*_shape_words(shape), method, f"{record['limit_bytes'] / 2**30:.0f} GiB", ms(record), gb(record),
+         f"{record['ballast_bytes'] / 1e9:.1f} GB", str(record["layers"])]
+        for (*shape, method), record in limited.items()
+    ]  # fmt: skip
+    if not rows:
+        return [no_record("shared-prompts --limit 79GiB")]
+    return [
+        "The longest prompts in one card's memory, without host memory: a step at 97 % of what `plan` gives as the longest. "
+        "Layers that were not built are there as ballast, so that memory is real and time is not that of a whole model.",
+        markdown_table(
+            ["objective", "tokens", "method", "limit", "step", "peak above weights and gradients", "of it ballast", "layers"],
+            rows,
+        ),
+        origin(limited.values()),
+    ]
+
+
+_SHAPE = ("objective", "prompt_tokens", "completion_tokens", "group")
+
+
+def _shape_words(shape: Any) -> list[str]:
+    objective, prompt, completion, group = shape
+    return [str(objective), f"{prompt:,} + {group} x {completion:,}"]
+
+
+def _is_of_the_picture(record: Record) -> bool:
+    return bool(record["completion_tokens"] == PICTURED_COMPLETION)
 
 
 def families(records: Records, paper: dict[str, Any]) -> list[str]:
@@ -51,15 +96,18 @@ def families(records: Records, paper: dict[str, Any]) -> list[str]:
         return [no_record("families experts")]
     rows = []
     for case, length, limit in shapes:
-        theirs, ours = (cells.get((case, length, limit, method)) for method in ("checkpointing", "streamgrad"))
+        found = [cells.get((case, length, limit, name)) for name in ("checkpointing", "streamgrad-input", "streamgrad")]
+        layers = next(record["layers"] for record in found if record)
         rows.append([
-            _CASES[case], f"{length:,}", "all" if limit is None else f"{limit / 2**30:.0f} GiB", ms(theirs), gb(theirs), ms(ours),
-            gb(ours), or_dash(_quotient(theirs, ours), "{:.2f}x"),
+            _CASES[case].format(layers=layers), f"{length:,}", "all" if limit is None else f"{limit / 2**30:.0f} GiB",
+            *(cell for record in found for cell in (ms(record), gb(record))),
+            *(or_dash(_quotient(found[0], ours), "{:.2f}x") for ours in found[1:]),
         ])  # fmt: skip
-    header = ["model", "tokens", "memory", "checkpointing", "its peak", "streamgrad", "its peak", "gain"]
+    header = ["model", "tokens", "memory", "checkpointing", "its peak", "streamgrad, inputs kept", "its peak", "streamgrad",
+              "its peak", "gain, inputs kept", "gain"]  # fmt: skip
     return [
-        "One sequence, forward and backward, one step timed after three others, one limit of memory for both methods. streamgrad "
-        "uses what there is, and the peer is transformers without Liger's kernels: neither equal memory nor the fastest peer.",
+        'One sequence, forward and backward, one limit of memory for all methods. "Inputs kept" holds what checkpointing holds; '
+        "otherwise streamgrad uses what there is. The peer is transformers' checkpointing without Liger's kernels.",
         markdown_table(header, rows),
         origin(cells.values()),
     ]

@@ -34,8 +34,8 @@ OBJECTIVES = ("grpo", "dpo")
 class SharedRecord:
     """Records one method at one shape; measurements are None where `error` says why. `tokens` go through the policy's layers.
 
-    `peak_bytes` are above the weights. `keep` is what streamgrad was told to keep, where "input" keeps it on the device. Under a
-    limit, `ballast_bytes` stand for the layers that were not built: their weights, gradients and inputs.
+    `peak_bytes` are above weights and gradients. `keep` is what streamgrad was told to keep, where "input" keeps it on the
+    device. Under a limit, `ballast_bytes` stand for the layers that were not built.
     """
 
     benchmark: str = "shared-prompts"
@@ -172,8 +172,7 @@ def _measured(
 ) -> tuple[float | None, int | None, str | None]:
     try:
         ballast = torch.empty(held_bytes, dtype=torch.uint8, device=device)
-        for _ in range(2 if device.type == "cuda" else 0):
-            step()  # what libraries set up at their first uses is no part of a step
+        step()  # what libraries set up at their first uses is no part of a step
         peak_bytes = peak_bytes_of(step, device)[1] + ballast.nbytes
         return median_ms(step, device, runs), peak_bytes, None
     except (RuntimeError, MemoryError) as failure:

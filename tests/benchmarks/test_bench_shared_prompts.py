@@ -64,7 +64,7 @@ def test_methods_take_the_same_step(objective):
         (("shared-prompts", "--shape", "grpo:12"), "--shape must be objective:prompt:completion:group"),
         (("shared-prompts", "--method", "fast"), "--method must be one of shared, separate, trl, got 'fast'"),
         (("shared-prompts", "--keep", "all"), "--keep must be auto or input, got 'all'"),
-        (("families", "vision"), "case must be one of experts, images, qlora-8b, qlora-32b, got 'vision'"),
+        (("families", "vision"), "case must be one of experts, images, qlora-8b, qlora-32b, qwen3-next, qwen3.5, got 'vision'"),
     ],
 )
 def test_what_is_not_known_is_refused(arguments, told):

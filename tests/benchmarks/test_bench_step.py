@@ -94,15 +94,18 @@ def test_slope_is_between_the_shortest_and_the_longest():
     assert lengths.slope_bytes(records[:1]) is None
 
 
-@pytest.mark.parametrize(("offload", "kept_bytes"), [("host", 0), ("none", 34 * 1000 * 4096 * 2)])
+@pytest.mark.parametrize(
+    ("offload", "tokens", "kept_bytes"),
+    [("host", 1000, None), ("none", 1000, None), ("none", 100_000, 34 * 100_000 * 4096 * 2)],
+)
 @pytest.mark.parametrize("has_copy", [False, True])
-def test_ballast_stands_for_the_missing_layers(offload, kept_bytes, has_copy):
-    """Weights, gradients, a reference's weights, and the inputs that stay on the device."""
+def test_ballast_stands_for_the_missing_layers(offload, tokens, kept_bytes, has_copy):
+    """Weights, a reference's weights, and the larger of inputs that stay on the device and the gradients that follow them."""
     whole = sum(p.nbytes for p in preset_model("qwen3-8b", device=torch.device("meta")).parameters())
     cut = preset_model("qwen3-8b", device=torch.device("meta"), layers=2)
     missing = whole - sum(p.nbytes for p in cut.parameters())
     ballast = lengths.ballast_of_missing_layers("qwen3-8b", offload=offload, has_copy=has_copy)
-    assert ballast(cut, 1000) == (3 if has_copy else 2) * missing + kept_bytes
+    assert ballast(cut, tokens) == (2 if has_copy else 1) * missing + (missing if kept_bytes is None else kept_bytes)
 
 
 def test_cells_are_the_papers_and_trls():
