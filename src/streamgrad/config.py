@@ -32,12 +32,14 @@ def parse_bytes(value: int | float | str) -> int:
     return int(count)
 
 
-def parse_tokens(name: str, value: str) -> int | str:
-    """Return the value of the command-line option `name`: "auto", or a number of tokens."""
+def parse_count(name: str, value: str, counted: str) -> int | str:
+    """Return the value of the command-line option `name`: "auto", or a number of what is `counted`."""
     try:
         return value if value == "auto" else int(value)
     except ValueError:
-        raise ValueError(f"{name}={value!r} is not a number of tokens. Pass a whole number of at least 1, or 'auto'.") from None
+        raise ValueError(
+            f"{name}={value!r} is not a number of {counted}. Pass a whole number of at least 1, or 'auto'."
+        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,10 @@ class StreamConfig:
         offload (`str`, defaults to `"auto"`):
             Where what is kept waits for backward. `"none"`: on the device. `"host"`: in pinned host memory, copied
             during the computation (CUDA; on a CPU there is nothing to move). `"auto"`: on the host what the device cannot hold.
+        recompute_layers (`int` or `"auto"`, defaults to `"auto"`):
+            With n, only every n-th layer keeps its input from forward to backward, and backward runs the layers between once
+            more forward. So 1/n of the inputs is kept, and n - 1 inputs come back while backward is among these layers. For steps
+            that neither device nor host can hold otherwise. `"auto"`: 1, or the smallest n of a plan that fits the memory.
         attention (`str`, defaults to `"auto"`):
             Kernel for the blocks of streamed attention. `"auto"`: the fastest that supports the model, mask, dtype and device.
         fused_kernels (`str`, defaults to `"auto"`):
@@ -73,22 +79,27 @@ class StreamConfig:
     head_chunk_size: int | str = "auto"
     keep: str = "auto"
     offload: str = "auto"
+    recompute_layers: int | str = "auto"
     attention: str = "auto"
     fused_kernels: str = "auto"
     memory_budget: int | str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("chunk_size", "head_chunk_size"):
+        for name, counted, place, example in (
+            ("chunk_size", "tokens", "chunk", 4096),
+            ("head_chunk_size", "tokens", "chunk", 4096),
+            ("recompute_layers", "layers", "segment", 2),
+        ):
             value = getattr(self, name)
             if value == "auto":
                 continue
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(
-                    f"{name}={value!r} is a {type(value).__name__}, but a number of tokens is a whole number. "
-                    f"Pass an int of at least 1, for example {name}=4096, or 'auto'."
+                    f"{name}={value!r} is a {type(value).__name__}, but a number of {counted} is a whole number. "
+                    f"Pass an int of at least 1, for example {name}={example}, or 'auto'."
                 )
             if value < 1:
-                raise ValueError(f"{name}={value} leaves no tokens in a chunk. Pass at least 1, or 'auto'.")
+                raise ValueError(f"{name}={value} leaves no {counted} in a {place}. Pass at least 1, or 'auto'.")
         for name, choices in (
             ("keep", KEEP_POLICIES),
             ("offload", OFFLOAD_PLACES),
@@ -98,6 +109,11 @@ class StreamConfig:
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+        if self.keep == "all" and self.recompute_layers not in ("auto", 1):
+            raise ValueError(
+                f"recompute_layers={self.recompute_layers} with keep='all': a layer that keeps its whole graph is not run again. "
+                "Pass keep='input' or 'attention', or leave recompute_layers out."
+            )
         if self.memory_budget is not None:
             try:
                 parse_bytes(self.memory_budget)

@@ -105,8 +105,12 @@ class HostStore:
     def shelf(self) -> Shelf:
         """Return a shelf that knows the one before it: when its own items run out, it brings back the first of that one."""
         shelf = Shelf(self, None if self._latest is None else self._latest())
-        self._latest = weakref.ref(shelf)
+        self.note_latest(shelf)
         return shelf
+
+    def note_latest(self, shelf: Shelf) -> None:
+        """Let the next shelf lie above this one."""
+        self._latest = weakref.ref(shelf)
 
     def streams(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
         """Return the streams for copies out and for copies back."""
@@ -131,11 +135,15 @@ class Shelf:
         self._items[name] = _Item(self._store, tensors)
 
     def will_be_got(self, order: Sequence[Hashable]) -> None:
-        self._order = list(order)
+        """Note the order of the next pass. What is on its way in another order is dropped."""
+        if list(order) != self._order:
+            self._order = list(order)
+            self._arriving.clear()
 
     def rewind(self) -> None:
-        """Start a pass over the items; there may be several, through a retained graph or after an error."""
+        """Start a pass over the items; there may be several. Shelves that are filled meanwhile are used up before this one."""
         self._position = 0
+        self._store.note_latest(self)
 
     def get(self, name: Hashable) -> list[Tensor]:
         """Return the tensors of the next item on their device, and start copying back the item after it."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,6 +35,7 @@ from streamgrad.engine.module_walk import parameters_of, trainable_parameters
 from streamgrad.engine.policy import LayerPolicy
 from streamgrad.engine.replay import Autocast, RandomTape
 from streamgrad.engine.saved import Reader, Saved, SavedOnDevice, SavedOnHost
+from streamgrad.engine.segment import Recomputed
 from streamgrad.engine.shortage import naming_shortage
 from streamgrad.engine.trial import Span, Trial
 from streamgrad.engine.ulysses import ALONE, SequenceSharing
@@ -64,6 +66,7 @@ class StreamedCall:
     index: int | None = None  # among the layers of its decoder, where it is in one
     in_use: InUse = field(default_factory=InUse)  # its decoder's
     on_shortage: Callable[[], str] = str  # called where memory runs out in backward; returns what then happens
+    below: Any = None  # the autograd node of the layer that will make this layer's input again, where it is not kept
 
     def shortage(self, h_shape: torch.Size, doing: str, then: str = "") -> str:
         """Return where memory ran out, `doing` what, and what would take less."""
@@ -91,7 +94,7 @@ class StreamedCall:
         parameters = trainable_parameters(self.layer) if torch.is_grad_enabled() else []
         if not torch.is_grad_enabled() or not (parameters or any(tensor.requires_grad for tensor in (h_BTE, *self.token_inputs))):
             # Without no_grad: a layer that reads a foreign parameter makes a graph here, and `check_leaves` then refuses it.
-            return tuple(_forward(self, h_BTE, self.random_tape(h_BTE), None, None)[0])
+            return tuple(_forward(self, h_BTE, self.random_tape(h_BTE).recording, None, None)[0])
         return _StreamedLayer.apply(self, h_BTE, *self.token_inputs, *parameters)
 
     def _with_ordinary_graph(self, h_BTE: Tensor) -> tuple[Tensor, ...]:
@@ -129,6 +132,10 @@ class StreamedCall:
         return [] if self.mask is None else list(range(len(self.spans(length)) - 1))
 
     def kept(self, h_BTE: Tensor) -> Saved:
+        """Return what keeps the layer's input until backward, or leads to the layer that makes it again."""
+        return self.stored(h_BTE) if self.below is None else Recomputed(self, _run_again)
+
+    def stored(self, h_BTE: Tensor) -> Saved:
         may_move = self.policy.on_host and h_BTE.device.type == "cuda"
         if may_move and all(parameter.device == h_BTE.device for parameter in parameters_of(self.layer)):
             return SavedOnHost(h_BTE, self.spans(h_BTE.shape[1]), self.restored(h_BTE.shape[1]), self.host_store)
@@ -183,7 +190,7 @@ class _StreamedLayer(torch.autograd.Function):
         ctx.autocast, ctx.tape = Autocast(h_BTE.device.type), call.random_tape(h_BTE)
         ctx.guard, ctx.kept = RerunGuard(call.layer, parameters, call.name, call.adapters), call.kept(h_BTE)
         ctx.h_shape, ctx.h_dtype = h_BTE.shape, h_BTE.dtype
-        outputs, stream = _forward(call, h_BTE, ctx.tape, ctx.guard, ctx.kept)
+        outputs, stream = _forward(call, h_BTE, ctx.tape.recording, ctx.guard, ctx.kept)
         ctx.autocast.forget_casts()
         ctx.kept.finish(ctx, stream.tensors)
         return tuple(outputs)
@@ -272,11 +279,15 @@ class TokenInputGradients:
 
 @labelled("activations")
 def _forward(
-    call: StreamedCall, h_BTE: Tensor, tape: RandomTape, guard: RerunGuard | None, kept: Saved | None
+    call: StreamedCall,
+    h_BTE: Tensor,
+    drawing: Callable[[int], AbstractContextManager[None]],
+    guard: RerunGuard | None,
+    kept: Saved | None,
 ) -> tuple[list[Tensor], KeyValueStream]:
     """Run all chunks in order, without a graph; return hidden states and what was recorded, and the stream.
 
-    `guard` and `kept`, given if a backward pass follows, are told of each chunk.
+    `guard` and `kept`, given if a backward pass follows, are told of each chunk, which runs in `drawing` of its number.
     """
     h_BTE = h_BTE.detach()  # else chunks would require a gradient, and hooks on submodules would see that
     stream = call.new_stream(h_BTE.shape[1])
@@ -286,7 +297,7 @@ def _forward(
     keep_attention = kept is not None and call.policy.keep == "attention"
     for index, (start, stop) in enumerate(call.spans(h_BTE.shape[1])):
         chunk = call.chunk((start, stop), stream, keep_attention=keep_attention)
-        with tape.recording(index):
+        with drawing(index):
             out_BLE = call.run(h_BTE[:, start:stop], chunk)
         chunk.check_finished()
         check_leaves(out_BLE, [], call.name)
@@ -309,6 +320,16 @@ def _forward(
         for whole, part in zip(outputs_BT, made, strict=True):
             whole[:, start:stop] = part
     return outputs_BT, stream
+
+
+def _run_again(node: Any, h_BTE: Tensor, kept: Saved | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return the hidden states, and keys and values, that a node's layer gave in forward; `kept` is told of each chunk."""
+    call: StreamedCall = node.call
+    with call.in_use.claimed(call.name), node.autocast.restored():
+        node.guard.check_unchanged()
+        check_versions(call.token_inputs, node.versions, call.name)
+        outputs, stream = _forward(call, h_BTE, node.tape.replaying, None, kept)
+    return outputs[0], stream.tensors
 
 
 def _restore_stream(call: StreamedCall, tape: RandomTape, reader: Reader, length: int) -> KeyValueStream:

@@ -7,13 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LayerPolicy:
-    """What a layer keeps for backward, on the device or in host memory."""
+    """What a layer keeps for backward, on the device or in host memory.
+
+    A `recomputed` layer keeps nothing from forward to backward. Backward runs the layers below it again, from the nearest one
+    that is not recomputed, and keeps this then.
+    """
 
     keep: str  # "input", "attention" or "all"
     on_host: bool = False
+    recomputed: bool = False
 
     def __str__(self) -> str:
-        return f"{self.keep} on host" if self.on_host else self.keep
+        return f"{'recomputed ' if self.recomputed else ''}{self.keep}{' on host' if self.on_host else ''}"
 
     @property
     def holds_attention(self) -> bool:

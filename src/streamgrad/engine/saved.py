@@ -8,14 +8,14 @@ Shapes: B batch, T sequence, L chunk, E model width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from streamgrad.engine.host_offload import HostStore, Shelf
 from streamgrad.engine.kv_chunk import Attended
-from streamgrad.ops.memory_label import labelled
+from streamgrad.ops.memory_label import labelled, memory_label
 
 Span = tuple[int, int]
 
@@ -32,6 +32,10 @@ class Saved(Protocol):
         ...
 
     def reader(self, ctx: Any) -> Reader: ...
+
+    def will_be_read_whole(self) -> None:
+        """Note that backward of a layer above reads the whole input, before this layer's own backward reads it in chunks."""
+        ...
 
     def release(self) -> None:
         """Free everything: backward has run and will not run again."""
@@ -56,6 +60,7 @@ class SavedOnDevice:
     def __init__(self, h_BTE: Tensor, spans: Sequence[Span]) -> None:
         self._tensors, self._spans = [h_BTE], spans
         self._attended: list[Attended] = []
+        self._read: list[Tensor] = []
 
     def note(self, index: int, attended: Attended | None) -> None:
         if attended is not None:
@@ -69,11 +74,21 @@ class SavedOnDevice:
         ctx.save_for_backward(*self._tensors)
         self._tensors, self._attended = [], []
 
+    def will_be_read_whole(self) -> None:
+        """Do nothing: it is there."""
+
+    def read_whole(self, ctx: Any) -> Tensor:
+        """Return the layer's input. All is held for `reader`: hooks of checkpointing give what was saved only once."""
+        self._read = [tensor.detach() for tensor in ctx.saved_tensors]
+        return self._read[0]
+
     def reader(self, ctx: Any) -> Reader:
-        return _DeviceReader([tensor.detach() for tensor in ctx.saved_tensors], self._spans)
+        tensors, self._read = self._read or [tensor.detach() for tensor in ctx.saved_tensors], []
+        return _DeviceReader(tensors, self._spans)
 
     def release(self) -> None:
-        """Do nothing: autograd frees what it saved."""
+        """Drop what was read; autograd frees what it saved."""
+        self._read = []
 
 
 @labelled("keys and values")
@@ -104,6 +119,7 @@ class SavedOnHost:
         self._h_BTE: Tensor | None = h_BTE.detach()
         self._spans, self._restored = spans, restored
         self._shelf: Shelf | None = store.shelf()
+        self._order: list[Hashable] = []  # in which the layer's own backward reads
         self.has_attention = True
 
     def note(self, index: int, attended: Attended | None) -> None:
@@ -122,21 +138,48 @@ class SavedOnHost:
         chunks = list(range(len(self._spans)))
         if self.has_attention:
             self._shelf.put(_KEYS_AND_VALUES, keys_and_values)
-            self._shelf.will_be_got([_KEYS_AND_VALUES, *reversed(chunks)])
+            self._order = [_KEYS_AND_VALUES, *reversed(chunks)]
         else:
-            self._shelf.will_be_got([*self._restored, *reversed(chunks)])
+            self._order = [*self._restored, *reversed(chunks)]
+        self._shelf.will_be_got(self._order)
+
+    def will_be_read_whole(self) -> None:
+        assert self._shelf is not None
+        self._shelf.will_be_got(range(len(self._spans)))
+
+    def read_whole(self, ctx: Any) -> Tensor:
+        """Return the layer's input, copied back chunk by chunk."""
+        shelf, length = self._rewound(range(len(self._spans))), self._spans[-1][1]
+        whole_BTE: Tensor | None = None
+        for index, (start, stop) in enumerate(self._spans):
+            part_BLE = shelf.get(index)[0]
+            if whole_BTE is None:
+                with memory_label("hidden states"):
+                    whole_BTE = part_BLE.new_empty(part_BLE.shape[0], length, *part_BLE.shape[2:])
+            whole_BTE[:, start:stop] = part_BLE
+        assert whole_BTE is not None
+        shelf.will_be_got(self._order)
+        return whole_BTE
 
     def reader(self, ctx: Any) -> Reader:
+        return _HostReader(self._rewound(self._order), self.has_attention)
+
+    def _rewound(self, order: Sequence[Hashable]) -> Shelf:
         if self._shelf is None:
-            raise RuntimeError(
-                "backward was called a second time through a streamed layer whose kept tensors have been freed. Pass "
-                "retain_graph=True to the first backward if it is meant to be called again."
-            )
+            raise already_freed()
+        self._shelf.will_be_got(order)
         self._shelf.rewind()
-        return _HostReader(self._shelf, self.has_attention)
+        return self._shelf
 
     def release(self) -> None:
         self._shelf = None
+
+
+def already_freed() -> RuntimeError:
+    return RuntimeError(
+        "backward was called a second time through a streamed layer whose kept tensors have been freed. Pass "
+        "retain_graph=True to the first backward if it is meant to be called again."
+    )
 
 
 class _HostReader:

@@ -31,7 +31,9 @@ from streamgrad.engine.layer import StreamedCall
 from streamgrad.engine.module_walk import modules_of, parameters_of
 from streamgrad.engine.recurrent_chunk import RecurrentCall
 from streamgrad.engine.replay import DRAWING
+from streamgrad.engine.segment import Joint
 from streamgrad.engine.shortage import naming_shortage
+from streamgrad.hf.call_checks import drop_cache, refuse_what_needs_whole_layers
 from streamgrad.hf.deepspeed import is_partitioned
 from streamgrad.hf.discover import (
     attention_configs,
@@ -95,13 +97,13 @@ def decoder_forward(decoder: Any, stock: Callable[..., Any], stream: DecoderStre
     if group is None and stream.tree is None and not _should_stream(decoder, stream, arguments):
         with stream.in_use.claimed(name, alone=False):
             return stock(*args, **kwargs)
-    _refuse_what_needs_whole_layers(decoder, arguments)
+    refuse_what_needs_whole_layers(decoder, arguments)
     check_mask(arguments, decoder.config)
     if group is not None and stream.tree is not None:
         raise ValueError(f"ranks share the sequences of {name}, which cannot share their beginnings as well. Pass separate rows.")
     whole = WholeSequences(arguments, stream.tree)
     sequences = whole if group is None else Slices.of(decoder, arguments, group, stream.planner)
-    _drop_cache(sequences.arguments)
+    drop_cache(sequences.arguments)
     try:
         with stream.in_use.claimed(name):
             output = _streamed_or_again(decoder, stock, stream, sequences)
@@ -194,40 +196,6 @@ def _should_stream(decoder: Any, stream: DecoderStream, arguments: dict[str, Any
     return tokens is not None and tokens.shape[1] > stream.planner.chunk_size(*tokens.shape[:2])
 
 
-def _refuse_what_needs_whole_layers(decoder: Any, arguments: dict[str, Any]) -> None:
-    asked = arguments.get("output_attentions")
-    if asked if asked is not None else getattr(decoder.config, "output_attentions", False):
-        raise ValueError(
-            "output_attentions=True cannot be streamed: attention weights are (T x T) and never exist while streaming. Pass "
-            "output_attentions=False, or call streamgrad.disable(model)."
-        )
-    cache = arguments.get("past_key_values")
-    if cache is not None and cache.get_seq_length() > 0:
-        is_trained = any(getattr(getattr(layer, "keys", None), "requires_grad", False) for layer in getattr(cache, "layers", ()))
-        remedy = (
-            "They are trained themselves, as by PEFT's prefix tuning. Train with prompt tuning, P-tuning or LoRA, or call "
-            "streamgrad.disable(model)."
-            if is_trained
-            else "Pass the whole sequence without a cache, or call under torch.no_grad()."
-        )
-        raise ValueError(
-            f"past_key_values holds {cache.get_seq_length()} tokens, and gradients through cached keys cannot be streamed. "
-            f"{remedy}"
-        )
-
-
-def _drop_cache(arguments: dict[str, Any]) -> None:
-    """Drop the cache: filled while training, it would hold every key and value of every layer, with their graph."""
-    if arguments.pop("use_cache", None) or arguments.get("past_key_values") is not None:
-        warnings.warn(
-            "streamgrad: use_cache=True is ignored while gradients are computed; no past_key_values are returned.",
-            UserWarning,
-            stacklevel=3,
-        )
-    arguments.pop("past_key_values", None)
-    arguments["use_cache"] = False
-
-
 @contextmanager
 def _streamed_layers(decoder: Any, stream: DecoderStream, sequences: WholeSequences) -> Iterator[None]:
     layers = decoder_layers(decoder)
@@ -266,6 +234,7 @@ class _DecoderCall:
         self.masks: _Masks = {}
         self.documents = Documents(sequences)
         self.plan: Plan | None = None
+        self.joint = Joint()
 
     def streamed_forward(self, index: int) -> Callable[..., Tensor | tuple[Tensor]]:
         """Return the streamed forward of layer `index`."""
@@ -289,6 +258,7 @@ class _DecoderCall:
             if self.plan is None:  # this is the first layer
                 first = Sample(layer, run, mask, tuple(recorder.keys), recurrent)
                 self.plan = self._make_plan(h_BTE, chain([first], self._other_kinds(args, kwargs)))
+            policy, above = self.plan.policies[index], self.plan.policies[index + 1 : index + 2]
             call = kind(
                 layer=layer,
                 run=run,
@@ -296,7 +266,7 @@ class _DecoderCall:
                 backends=self.stream.backends,
                 # Tokens that ranks share lie in the order of their chunks, so the size is fixed, whatever the plan says.
                 chunk_size=self.sequences.sharing.chunk_size or self.plan.chunk_sizes[index],
-                policy=self.plan.policies[index],
+                policy=policy,
                 host_store=self.stream.host_store,
                 uncut=() if mask is None else mask.uncut,
                 token_inputs=arguments.token_inputs.tensors,
@@ -306,8 +276,11 @@ class _DecoderCall:
                 index=index,
                 in_use=self.stream.in_use,
                 on_shortage=self.stream.planner.note_shortage,
+                below=self.joint.node_below(h_BTE) if policy.recomputed else None,
             )
             out_BTE, *recorded = call(h_BTE)
+            if any(each.recomputed for each in above):
+                self.joint.note(out_BTE)
             recorder.hand_over(map(self.sequences.sharing.whole, arguments.token_inputs.hand_over(recorded)))
             return out_BTE if arguments.beside is None else (out_BTE, *arguments.beside)
 
@@ -332,12 +305,17 @@ class _DecoderCall:
         """Return the parameters of each layer, found once a call: the device waits for the first layer meanwhile."""
         return [parameters_of(layer) for layer in self.layers]
 
+    @cached_property
+    def gathered(self) -> bool:
+        """Return whether an engine has the parameters of each layer elsewhere until the layer is called."""
+        return isinstance(self.layers[0], FSDPModule) or any(map(is_partitioned, self.parameters[0]))
+
     def _other_kinds(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Sample]:
         """Yield a layer of each other kind than the first's, with the first layer's arguments but for its mask.
 
         Layers that need other arguments are left out; so are all where an engine has their parameters elsewhere until the call.
         """
-        if isinstance(self.layers[0], FSDPModule) or any(map(is_partitioned, self.parameters[0])):
+        if self.gathered:
             return
         (_, h_BTE), *named = named_arguments(self.forwards[0], args, kwargs).items()
         seen = {kind_of_layer(self.layers[0])}
@@ -368,10 +346,13 @@ class _DecoderCall:
     def _make_plan(self, h_BTE: Tensor, samples: Iterable[Sample]) -> Plan:
         """Return the plan of all layers; `samples` has a layer of each kind, ready to be measured."""
         planner, stream, sharing = self.stream.planner, self.stream, self.sequences.sharing
+        if self.gathered and torch.is_grad_enabled():
+            planner.refuse_segments()
         if not torch.is_grad_enabled() or not planner.must_measure(self.layers, h_BTE):
             return planner.plan_without_costs(len(self.layers), *h_BTE.shape[:2])
         costs = planner.measured_costs(samples, stream.backends, h_BTE, sharing)
-        return planner.plan(PlannedCall(self.decoder, self.parameters, h_BTE, stream.head, stream.host_store, sharing), costs)
+        call = PlannedCall(self.decoder, self.parameters, h_BTE, stream.head, stream.host_store, sharing, not self.gathered)
+        return planner.plan(call, costs)
 
 
 def kind_of_layer(layer: nn.Module) -> Hashable:

@@ -152,7 +152,9 @@ class Options:
     @property
     def card(self) -> Card:
         host_bytes = HOST_SHARE * parse_bytes(self.host_memory) / self.gpus
-        return Card(parse_bytes(self.gpu_memory), host_bytes, self.keep, self.offload)
+        # Engines that gather a layer's parameters do so for its own turn alone.
+        segments = 1 if self.engine in ("fsdp2", "zero3") else None
+        return Card(parse_bytes(self.gpu_memory), host_bytes, self.keep, self.offload, segments)
 
 
 def estimate(

@@ -36,6 +36,7 @@ from streamgrad.memory.planner import (
     StepFacts,
     automatic_chunk,
     choose_plan,
+    in_segments,
     longest_that_fits,
     readable,
 )
@@ -75,6 +76,7 @@ class PlannedCall:
     head: HeadFacts | None  # None where the head is not streamed too
     host_store: HostStore
     sharing: SequenceSharing
+    may_recompute: bool  # whether layers may be run outside of their turn
 
     @property
     def on_cuda(self) -> bool:
@@ -124,7 +126,8 @@ class Planner:
         config = self.config
         keep = "input" if config.keep == "auto" else config.keep
         policy = LayerPolicy(keep, on_host=config.offload == "host" and keep != "all")
-        plan = Plan((policy,) * layers, (self.chunk_size(batch, sequence),) * layers, 0.0, 0.0)
+        policies = in_segments([policy] * layers, config.recompute_layers if isinstance(config.recompute_layers, int) else 1)
+        plan = Plan(tuple(policies), (self.chunk_size(batch, sequence),) * layers, 0.0, 0.0)
         if torch.is_grad_enabled():
             self.latest = plan
         return plan
@@ -179,8 +182,17 @@ class Planner:
     def _choices(self, call: PlannedCall) -> Choices:
         config = self.config
         given = config.chunk_size if isinstance(config.chunk_size, int) else None
+        segments = config.recompute_layers if isinstance(config.recompute_layers, int) else None if call.may_recompute else 1
         # Tokens that ranks share lie in the order of their chunks.
-        return Choices(config.keep, config.offload if call.on_cuda else "none", given or call.sharing.chunk_size)
+        return Choices(config.keep, config.offload if call.on_cuda else "none", given or call.sharing.chunk_size, segments)
+
+    def refuse_segments(self) -> None:
+        """Raise where `recompute_layers` asks for several layers under an engine that has their parameters elsewhere."""
+        if self.config.recompute_layers not in ("auto", 1):
+            raise ValueError(
+                f"recompute_layers={self.config.recompute_layers} cannot be used with FSDP2 or ZeRO-3: in backward, layers would "
+                "be run again whose parameters are not gathered. Pass recompute_layers=1, or use DDP, ZeRO-1 or ZeRO-2."
+            )
 
     def _memory_now(self, call: PlannedCall) -> tuple[float, Budget]:
         """Return the bytes that are on the device already, and those that a step may use.
@@ -201,7 +213,7 @@ class Planner:
         if plan.host_bytes > budget.host_bytes:
             raise ValueError(
                 f"offload='host' needs {readable(plan.host_bytes)} of host memory for {shape}, and {readable(budget.host_bytes)} "
-                "are available to this process. Pass offload='auto', keep='input', or a shorter sequence."
+                "are available to this process. Pass offload='auto', keep='input', recompute_layers='auto' or a shorter sequence."
             )
         if self.config.budget_bytes is None or plan.peak_bytes <= budget.device_bytes:
             return

@@ -14,6 +14,7 @@ of the device, whose memory waits for it (up to 1.2 GB in the records).
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,6 +71,21 @@ class LayerCosts:
         """
         shared = self.keys_and_values < 1.5 * self.attention
         return 2 * self.attention if shared else 0.0
+
+
+def held_in_backward(policies: Sequence[LayerPolicy], kept: Mapping[LayerPolicy, float]) -> list[float]:
+    """Return the sum of `kept` over the layers whose tensors exist while a layer's backward runs, for each layer.
+
+    These are the layers up to it that keep theirs from forward on, and those of its own segment that were run again.
+    """
+    held, below, again = [], 0.0, 0.0
+    for policy in policies:
+        if policy.recomputed:
+            again += kept[policy]
+        else:
+            below, again = below + kept[policy], 0.0
+        held.append(below + again)
+    return held
 
 
 @dataclass(frozen=True)
@@ -145,8 +161,11 @@ class Shape:
 
 
 def layer_phases(costs: LayerCosts, shape: Shape, policy: LayerPolicy, chunk_size: int) -> dict[str, Parts]:
-    """Return what a layer's backward holds beside what is kept and what other layers' have left, by the phase's name."""
-    tokens = shape.tokens
+    """Return what a layer's backward holds beside what is kept and what other layers' have left, by the phase's name.
+
+    In a recomputed layer's, one phase is the run of the layers below that make its input.
+    """
+    tokens, away = shape.tokens, 2 if policy.on_host else 0
     # The gradient coming in and the one going out, and weights while they are multiplied.
     through: Parts = {"hidden states": 2 * tokens * costs.input, "workspace": costs.weights}
     if policy.keep == "all":
@@ -169,7 +188,16 @@ def layer_phases(costs: LayerCosts, shape: Shape, policy: LayerPolicy, chunk_siz
         "attention": sum_of(_attention_terms(costs, shape, chunk, made), {"gradients": sums}),
         "the end": {"gradients": sums + (0.0 if whole else costs.largest_gradient)},
     }
-    return {name: sum_of(through, {"keys and values": keys}, parts) for name, parts in phases.items()}
+    found = {name: sum_of(through, {"keys and values": keys}, parts) for name, parts in phases.items()}
+    if policy.recomputed:
+        # A layer below runs forward: there are the gradient coming in and, where they go to the host, its input and its output.
+        found["the layers below"] = {
+            "hidden states": (1 + away) * tokens * costs.input,
+            "keys and values": tokens * costs.keys_and_values,
+            "chunk activations": chunk * costs.widest,
+            "workspace": costs.weights,
+        }
+    return found
 
 
 def _attention_terms(costs: LayerCosts, shape: Shape, chunk: int, made: float) -> Parts:

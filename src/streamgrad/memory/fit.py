@@ -43,6 +43,7 @@ class Card:
     host_bytes: float
     keep: str
     offload: str
+    recompute_layers: int | None = None  # by default the plan chooses
 
     def planned(self, load: Workload) -> tuple[Plan, Phase]:
         """Return the plan that the planner makes within this memory, and its largest phase."""
@@ -68,14 +69,15 @@ class Card:
         return _longest(load, lambda longer: self.holds(None, largest(checkpointing_phases(longer))))
 
     def _planned(self, load: Workload, chunk_size: int | None, budget_bytes: float) -> tuple[Plan, Phase]:
-        choices = Choices(self.keep, self.offload, chunk_size)
+        choices = Choices(self.keep, self.offload, chunk_size, self.recompute_layers)
         plan, _ = choose_plan(_step(load, budget_bytes), choices, Budget(budget_bytes, self.host_bytes))
         return plan, largest(streamed_phases(load, plan.policies, plan.chunk_sizes, self._head_rows(load, plan)))
 
     def _head_rows(self, load: Workload, plan: Plan) -> int:
         """Return the size of the head's chunks: an eighth of the memory that is free when it starts."""
         shape = load.shape
-        kept = sum(sum(shape.profile.costs.kept(policy).values()) for policy in plan.policies if not policy.on_host)
+        at_once = [policy for policy in plan.policies if not policy.on_host and not policy.recomputed]
+        kept = sum(sum(shape.profile.costs.kept(policy).values()) for policy in at_once)
         used = sum(load.with_positions.values()) + load.tokens * (kept + 3 * shape.profile.costs.input)
         free = int(max(0.0, self.device_bytes - used)) // FREE_SHARE
         return min(head_chunk_within(free, load.tokens, shape.vocabulary, shape.itemsize), load.tokens)

@@ -9,10 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 from streamgrad.engine.policy import LayerPolicy
-from streamgrad.memory.costs import KEYS_AT_ONCE, ModelShape, Parts, Shape, embedding_parts, head_parts, layer_phases, sum_of
+from streamgrad.memory.costs import (
+    KEYS_AT_ONCE,
+    ModelShape,
+    Parts,
+    Shape,
+    embedding_parts,
+    head_parts,
+    held_in_backward,
+    layer_phases,
+    sum_of,
+)
 
 # Ids, labels and shifted targets, 8 bytes each.
 _TOKEN_IDS = 24
@@ -114,14 +123,15 @@ def streamed_phases(load: Workload, policies: Sequence[LayerPolicy], chunk_sizes
     `head_rows` is the size of the head's chunks.
     """
     shape, tokens, costs = load.shape, load.tokens, load.shape.profile.costs
-    kept = list(accumulate((_on_device(load, policy) for policy in policies), sum_of))
+    kept = _held(load, policies, on_host=False)
+    at_head = sum_of(*(_kept(load, policy) for policy in policies if not policy.on_host and not policy.recomputed))
     # With adapters the embeddings are a leaf of the graph, made to require a gradient, and are held until backward reaches it.
     leaf = shape.outside_trainable == 0 and policies[0].on_host  # else it is the input that the first layer keeps
     leaves = {"hidden states": tokens * costs.input if leaf else 0.0}
     always = sum_of(load.with_positions, leaves)
     logits = head_rows * (shape.vocabulary * shape.itemsize + 4 * shape.width)
     head = head_parts(tokens * costs.input, logits, shape.head_trainable, shape.itemsize)
-    phases = [Phase("the head", sum_of(always, kept[-1], head))]
+    phases = [Phase("the head", sum_of(always, at_head, head))]
     for index, (policy, chunk_size) in enumerate(zip(policies, chunk_sizes, strict=True)):
         below = sum_of(always, kept[index], {"gradients": load.gradients(shape.layers - 1 - index)})
         phases += [
@@ -154,16 +164,20 @@ def largest(phases: Sequence[Phase]) -> Phase:
 
 
 def host_parts(load: Workload, policies: Sequence[LayerPolicy]) -> Parts:
-    """Return what layers keep in pinned host memory."""
-    return sum_of(*(_kept(load, policy) for policy in policies if policy.on_host))
+    """Return what layers keep in pinned host memory, at most."""
+    return max(_held(load, policies, on_host=True), key=lambda parts: sum(parts.values()))
 
 
 def _kept(load: Workload, policy: LayerPolicy) -> Parts:
     return {name: load.tokens * count for name, count in load.shape.profile.costs.kept(policy).items()}
 
 
-def _on_device(load: Workload, policy: LayerPolicy) -> Parts:
-    return {} if policy.on_host else _kept(load, policy)
+def _held(load: Workload, policies: Sequence[LayerPolicy], *, on_host: bool) -> list[Parts]:
+    """Return what the backward of each layer finds in one of the two places."""
+    kept = {policy: _kept(load, policy) if policy.on_host == on_host else {} for policy in set(policies)}
+    names = list(dict.fromkeys(name for parts in kept.values() for name in parts))
+    counts = [held_in_backward(policies, {policy: parts.get(name, 0.0) for policy, parts in kept.items()}) for name in names]
+    return [dict(zip(names, row, strict=True)) for row in zip(*counts, strict=True)] or [{}] * len(policies)
 
 
 def _embeddings(load: Workload, always: Parts) -> Phase:

@@ -4,9 +4,12 @@ From the fastest to the smallest, a layer keeps
     everything                       nothing is run again
     its input and its attention      everything but attention is run again
     its input                        everything is run again
-and the last two either on the device or in host memory, whose copies hide behind computation. So a plan is made of runs of
-layers, `input | attention on host | attention on device | everything`, in that order from the first layer to the last: what
-the last layers keep is freed first in backward, and what the first ones keep has the longest way back.
+    nothing (`recomputed`)           its input, by running the layers below once more, and then everything
+and the two in the middle either on the device or in host memory, whose copies hide behind computation. So a plan is made of
+runs of layers, `input | attention on host | attention on device | everything`, in that order from the first layer to the last:
+what the last layers keep is freed first in backward, and what the first ones keep has the longest way back. Where no such plan
+fits, layers form segments of n, of which the first keeps its input. With n beyond the square root of their number, the inputs
+that are made again would be more than those that are saved.
 
 `predicted_peak` is the arithmetic that choices are made by, over the phases of `memory.costs`.
 """
@@ -14,12 +17,14 @@ the last layers keep is freed first in backward, and what the first ones keep ha
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 
 from streamgrad.engine.policy import LayerPolicy
-from streamgrad.memory.costs import LayerCosts, Shape, embedding_parts, head_parts, layer_phases
+from streamgrad.memory.costs import LayerCosts, Shape, embedding_parts, head_parts, held_in_backward, layer_phases
 
 # Share of the free memory that is left for fragments: where the allocator's segments can grow, and where they cannot.
 MARGIN, MARGIN_IN_FIXED_SEGMENTS = 0.05, 0.1
@@ -87,11 +92,12 @@ def predicted_peak(step: Step, policies: Sequence[LayerPolicy], chunk_sizes: Seq
 def _held_around(step: Step, policies: Sequence[LayerPolicy]) -> tuple[list[float], float]:
     """Return the bytes held beside each layer when its backward runs, and beside the head when it works."""
     kept = {policy: 0.0 if policy.on_host else _kept_bytes(step, policy) for policy in set(policies)}
-    below, held = step.resident_bytes + (step.leaf_bytes if policies[0].on_host else 0.0), []
-    for finished, policy in zip(range(step.layers - 1, -1, -1), policies, strict=True):
-        below += kept[policy]
-        held.append(below + step.head_gradient_bytes + finished * step.layer_gradient_bytes)
-    return held, below
+    always = step.resident_bytes + (step.leaf_bytes if policies[0].on_host else 0.0)
+    held = [
+        always + count + step.head_gradient_bytes + finished * step.layer_gradient_bytes
+        for finished, count in zip(range(step.layers - 1, -1, -1), held_in_backward(policies, kept), strict=True)
+    ]
+    return held, always + sum(kept[policy] for policy in policies if not policy.recomputed)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -104,7 +110,22 @@ def _kept_bytes(step: Step, policy: LayerPolicy) -> float:
 
 
 def host_bytes(step: Step, policies: Sequence[LayerPolicy]) -> float:
-    return sum(_kept_bytes(step, policy) for policy in policies if policy.on_host)
+    """Return the most that layers keep on the host at a time; buffers of finished layers are used again."""
+    kept = {policy: _kept_bytes(step, policy) if policy.on_host else 0.0 for policy in set(policies)}
+    return max(held_in_backward(policies, kept))
+
+
+def in_segments(policies: Sequence[LayerPolicy], layers: int) -> list[LayerPolicy]:
+    """Return the policies in segments of so many `layers`, of which all but the first are recomputed.
+
+    The last layer of a segment is run by its own backward alone, so there is no attention to be kept.
+    """
+    found = [replace(policy, recomputed=index % layers > 0) for index, policy in enumerate(policies)]
+    ends = [*(not policy.recomputed for policy in found[1:]), True]
+    return [
+        replace(policy, keep="input") if policy.recomputed and is_end else policy
+        for policy, is_end in zip(found, ends, strict=True)
+    ]
 
 
 def regular_chunk(batch: int, sequence: int, tokens: int) -> int:
@@ -123,11 +144,12 @@ def automatic_chunk(batch: int, sequence: int) -> int:
 
 @dataclass(frozen=True)
 class Choices:
-    """`keep` and `offload` as in `StreamConfig`, and the size of chunks, or None where the plan chooses it."""
+    """`keep` and `offload` as in `StreamConfig`; the size of chunks and the layers of a segment, or None if the plan chooses."""
 
     keep: str
     offload: str
     chunk_size: int | None
+    recompute_layers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -151,17 +173,23 @@ def choose_plan(step: Step, choices: Choices, budget: Budget) -> tuple[Plan, boo
         """Return what may be held beside a layer, by the size of its chunks, from large to small."""
         return [(size, budget.device_bytes - _worst_in_layer(step.costs, step.shape, policy, size)) for size in descending]
 
-    smallest: Plan | None = None
-    for size in worst_sizes:
-        for policies in _candidates(step, choices, budget.host_bytes):
-            chunks = _chunk_sizes(step, policies, size, room)
-            plan = Plan(tuple(policies), chunks, predicted_peak(step, policies, chunks), host_bytes(step, policies))
-            if plan.peak_bytes <= budget.device_bytes and plan.host_bytes <= budget.host_bytes:
-                return plan, True
-            if plan.host_bytes <= budget.host_bytes and (smallest is None or plan.peak_bytes < smallest.peak_bytes):
-                smallest = plan
-    assert smallest is not None or choices.offload == "host", "a plan without the host needs none of it"
-    return smallest or plan, False
+    def plans(segment: int, worst: int) -> Iterator[Plan]:
+        single = segment == 1
+        for policies in _candidates(step, choices, budget.host_bytes) if single else _in_segments_of(segment, step, choices):
+            chunks = _chunk_sizes(step, policies, worst, room)
+            yield Plan(tuple(policies), chunks, predicted_peak(step, policies, chunks), host_bytes(step, policies))
+
+    def fits(plan: Plan) -> bool:
+        return plan.peak_bytes <= budget.device_bytes and plan.host_bytes <= budget.host_bytes
+
+    too_large: list[Plan] = []
+    for segment in _segment_sizes(step, choices):
+        for smallest in plans(segment, worst_sizes[-1]):
+            if fits(smallest):  # else no plan with larger chunks does
+                return next(plan for size in worst_sizes for plan in plans(segment, size) if fits(plan)), True
+            too_large.append(smallest)
+    # With as much of the host as there is; if each plan needs more of it, the one that needs the least.
+    return min(too_large, key=lambda plan: (max(plan.host_bytes, budget.host_bytes), plan.peak_bytes)), False
 
 
 def _chunk_sizes(
@@ -222,6 +250,27 @@ def _on_host(step: Step, layers: int, keep: str, host_budget_bytes: float) -> li
     # Bounded before it is rounded: a host without a known limit is infinite.
     with_attention = int(min(layers, max(0.0, spare / (_kept_bytes(step, attention) - _kept_bytes(step, inputs)))))
     return [inputs] * (layers - with_attention) + [attention] * with_attention
+
+
+def _segment_sizes(step: Step, choices: Choices) -> Sequence[int]:
+    """Return the layers of a segment that may be tried, the fastest first."""
+    if choices.recompute_layers is not None:
+        return [choices.recompute_layers]
+    return range(1, 2 if choices.keep == "all" else math.isqrt(step.layers - 1) + 2)
+
+
+def _in_segments_of(count: int, step: Step, choices: Choices) -> Iterator[list[LayerPolicy]]:
+    """Yield plans in segments of `count` layers: all on the device first, then segment by segment on the host.
+
+    With room for it, `keep="auto"` keeps the attention of layers that are run again, but not from forward on.
+    """
+    places = {"none": [0], "host": [step.layers]}.get(choices.offload, [*range(0, step.layers, count), step.layers])
+    kinds = [choices.keep] if choices.keep != "auto" else ["attention", "input"] if count > 2 else ["input"]
+    for keep, on_host in product(kinds, places):
+        policies = in_segments([LayerPolicy(keep, index < on_host) for index in range(step.layers)], count)
+        if choices.keep == "auto":
+            policies = [policy if policy.recomputed else replace(policy, keep="input") for policy in policies]
+        yield policies
 
 
 # --- Steps of a model, by their length ------------------------------------------------------------------------------------------

@@ -69,6 +69,9 @@ def streamed_seconds(
             before_last = (load.sequence - 1) // size * size / load.sequence if keep == "input" else 0.0
             again += count * (profile.forward_flops + before_last * profile.projection_flops)
         attention_again += count if keep == "input" else 0
+    # Layers whose output is the input of one that keeps none run forward once more.
+    rerun = sum(policy.recomputed for policy in policies)
+    again, attention_again = again + rerun * profile.forward_flops, attention_again + rerun
     seconds = _seconds(load, profile, again, attention_again / load.shape.layers, rates, head_products, reference)
     launches = sum(
         _KEPT_LAUNCHES if policy.keep == "all" else _CHUNK_LAUNCHES * math.ceil(load.sequence / size)

@@ -39,7 +39,7 @@ from trl import (
 from trl.scripts.grpo import GRPOScriptArguments
 from trl.scripts.rloo import RLOOScriptArguments
 
-from streamgrad.config import ATTENTION_BACKENDS, FUSED_KERNEL_MODES, KEEP_POLICIES, OFFLOAD_PLACES, StreamConfig, parse_tokens
+from streamgrad.config import ATTENTION_BACKENDS, FUSED_KERNEL_MODES, KEEP_POLICIES, OFFLOAD_PLACES, StreamConfig, parse_count
 from streamgrad.hf.configs import check_causal, short_reason, stored_config
 from streamgrad.hf.presets import check_stored, may_be_on_hub, preset_names
 from streamgrad.trl.checkpoints import checkpoint_to_resume, last_checkpoint, named_if_it_fails
@@ -73,6 +73,7 @@ _STREAM_HELP = {
     "head_chunk_size": "tokens whose logits exist at a time, or auto.",
     "keep": f"what a layer keeps for its backward pass: {', '.join(KEEP_POLICIES)}.",
     "offload": f"where what is kept waits for backward: {', '.join(OFFLOAD_PLACES)}.",
+    "recompute_layers": "layers of which only the first keeps its input, and which backward runs once more, or auto.",
     "attention": f"the attention kernel: {', '.join(ATTENTION_BACKENDS)}.",
     "fused_kernels": f"norms, rotary embeddings and gated activations as one kernel each: {', '.join(FUSED_KERNEL_MODES)}.",
     "memory_budget": "device memory that a step may use, weights included, for example 80GiB; by default, what is free.",
@@ -102,9 +103,9 @@ def _stream_arguments(trainer: type) -> type:
 
 
 def _stream_config(given: dict[str, Any]) -> StreamConfig:
-    for name in ("chunk_size", "head_chunk_size"):
+    for name, counted in (("chunk_size", "tokens"), ("head_chunk_size", "tokens"), ("recompute_layers", "layers")):
         if isinstance(given[name], str):
-            given[name] = parse_tokens(name, given[name])
+            given[name] = parse_count(name, given[name], counted)
     try:
         return StreamConfig(**given)
     except TypeError as error:
