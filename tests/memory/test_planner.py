@@ -66,6 +66,19 @@ def test_from_everything_to_the_smallest():
     assert kinds(plan_of(400_000, 60 * GB, keep="input", host=60 * GB)[0]) == ["input on host", "input"]
 
 
+def test_the_smallest_segments_that_fit():
+    """Where device and host together cannot keep every input: fewer are kept, and no plan without segments would fit."""
+    seen = []
+    for host in (60, 40, 26, 20):
+        plan, fits = plan_of(600_000, 60 * GB, host=host * GB)
+        layers = next((index for index, policy in enumerate(plan.policies[1:], 1) if not policy.recomputed), 36)
+        for fewer in range(1, layers):
+            choices = Choices("auto", "auto", None, fewer)
+            assert not choose_plan(step_of(600_000), choices, Budget(60 * GB, host * GB))[1]
+        seen.append((layers, fits))
+    assert all(fits for _, fits in seen) and seen == sorted(seen) and seen[-1][0] > 1, seen
+
+
 def test_without_room_there_is_the_smallest_plan_and_a_no():
     plan, fits = plan_of(400_000, 9 * GB, host=80 * GB)
     assert not fits and set(plan.chunk_sizes) == {256} and plan.host_bytes <= 80 * GB
@@ -89,7 +102,7 @@ def test_a_plan_keeps_its_promises(sequence, budget, more, host, keep, offload):
     assert plan.peak_bytes == predicted_peak(step, plan.policies, plan.chunk_sizes)
     assert plan.host_bytes == host_bytes(step, plan.policies)
     if keep != "auto":
-        assert {policy.keep for policy in plan.policies} == {keep}
+        assert {policy.keep for policy in plan.policies if not policy.recomputed} == {keep}
     if offload == "none" or keep == "all":
         assert not plan.host_bytes
     away = {size for size, policy in zip(plan.chunk_sizes, plan.policies, strict=True) if policy.on_host}
