@@ -16,6 +16,7 @@ import streamgrad
 from families import LAYERS_TAKE_STATES_UP, small_model
 from gradients import assert_same_step, no_float32, run_step
 from lora import with_lora
+from streamgrad.engine.grad_accumulator import GradAccumulators
 from streamgrad.hf.patching import InstalledForward
 from tiny import tiny_model, tokens
 
@@ -298,3 +299,13 @@ def test_a_mask_that_needs_a_gradient_is_refused():
     batch["attention_mask"].requires_grad_()
     with pytest.raises(ValueError, match="attention mask needs a gradient"):
         model(**batch)
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 2)])
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_parameter_that_is_summed_over_chunks_is_refused(shape, register):
+    """Also where it was removed again: it would have been called with the sum so far."""
+    accumulators = GradAccumulators([torch.nn.Parameter(torch.ones(shape))], summed=True)
+    getattr(accumulators.tensors[0], register)(lambda _: None).remove()
+    with pytest.raises(RuntimeError, match="registers a hook on its own parameter"):
+        accumulators.take_sums()

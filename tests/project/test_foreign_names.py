@@ -28,7 +28,7 @@ PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "deepspeed")
 # Private names that src/ uses, by where they are. A file is named for what its code sets at run time.
 PRIVATE = {
     "torch": "_C _subclasses",
-    "torch.Tensor": "_is_view _version",
+    "torch.Tensor": "_backward_hooks _is_view _post_accumulate_grad_hooks _version",
     "torch.UntypedStorage": "_cdata",
     "torch._C": "_autograd _current_graph_task_id _dynamo _functorch _len_torch_function_stack _nn",
     "torch._C._autograd": "_get_current_graph_task_keep_graph _top_saved_tensors_default_hooks",

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ class Part:
         masked: only the mask's `visible(start, stop, first, device)` describes it, and `last` is `stop`.
         queries: which of the chunk's queries these are, counted from its first; None if it is all of them.
         band: query i of these sees the keys from `first + i + band` on (a sliding window over the keys of other segments).
+        pieces: what attention has made of the part, once for all layers that share the mask.
     """
 
     first: int
@@ -39,6 +41,7 @@ class Part:
     masked: bool = False
     queries: tuple[int, int] | None = None
     band: int | None = None
+    pieces: dict[Any, Any] = field(default_factory=dict, repr=False)
 
 
 class CausalMask:

@@ -25,7 +25,7 @@ from streamgrad.engine.kv_chunk import Attended, Chunk, KeyGradient, KeyValueStr
 from streamgrad.engine.trial import attend_alone
 from streamgrad.memory.costs import KEYS_AT_ONCE
 from streamgrad.ops.accumulate import accumulator_dtype, as_sum
-from streamgrad.ops.autograd import first_order_only
+from streamgrad.ops.autograd import Function, first_order_only
 
 
 def streamed_attention(
@@ -45,27 +45,14 @@ def streamed_attention(
         sink_H: a score per head that takes part in the softmax and has no value (gpt-oss).
     """
     # Kernels need one head size for keys and values. Columns of zeros change neither scores nor outputs.
-    size, value_size = max(key_BGLD.shape[-1], value_BGLD.shape[-1]), value_BGLD.shape[-1]
-    query_BHLD, key_BGLD, value_BGLD = (_widened(tensor, size) for tensor in (query_BHLD, key_BGLD, value_BGLD))
+    size, value_size = key_BGLD.shape[-1], value_BGLD.shape[-1]
+    if size != value_size:
+        size = max(size, value_size)
+        query_BHLD, key_BGLD, value_BGLD = (_widened(tensor, size) for tensor in (query_BHLD, key_BGLD, value_BGLD))
     if chunk.alone:
         return attend_alone(chunk, query_BHLD, key_BGLD, value_BGLD, scale)[..., :value_size]
     chunk.receive(key_BGLD, value_BGLD)
-    pieces = [
-        Piece(
-            queries=part.queries or (0, chunk.span[1] - chunk.span[0]),
-            keys=(part.first, part.last),
-            block=Block(
-                scale=scale,
-                causal=part.causal,
-                window=part.window,
-                varlen=part.varlen,
-                mask=_mask_of(chunk, part, query_BHLD.device),
-                softcap=softcap,
-                dropout=dropout,
-            ),
-        )
-        for part in _parts(chunk, query_BHLD)
-    ]
+    pieces = [_piece(chunk, part, query_BHLD.device, scale, softcap, dropout) for part in _parts(chunk, query_BHLD)]
     if dropout > 0.0 and len(pieces) > 1:
         raise SeamError("attention dropout is on, and its sequences share their beginnings")
     if sink_H is not None:
@@ -85,6 +72,19 @@ class Piece(NamedTuple):
         """Return the piece's queries, or what belongs to them: the tensor itself if these are all."""
         first, last = self.queries
         return tensor_BHLx if last - first == tensor_BHLx.shape[2] else tensor_BHLx[:, :, first:last]
+
+
+def _piece(chunk: Chunk, part: Part, device: torch.device, scale: float, softcap: float | None, dropout: float) -> Piece:
+    """Return the piece of a part, the same for all layers but for a mask's tensor, which is too large to be kept."""
+    key = scale, softcap, dropout
+    piece: Piece | None = part.pieces.get(key)
+    if piece is None:
+        mask = _mask_of(chunk, part, device)
+        block = Block(scale, part.causal, part.window, part.varlen, mask, softcap, dropout)
+        piece = Piece(part.queries or (0, chunk.span[1] - chunk.span[0]), (part.first, part.last), block)
+        if mask is None:
+            part.pieces[key] = piece
+    return piece
 
 
 def _parts(chunk: Chunk, query_BHLD: Tensor) -> list[Part]:
@@ -112,7 +112,7 @@ def _widened(tensor_BHLD: Tensor, size: int) -> Tensor:
     return torch.nn.functional.pad(tensor_BHLD, (0, missing)) if missing else tensor_BHLD
 
 
-class _StreamedAttention(torch.autograd.Function):
+class _StreamedAttention(Function):
     """Attention that reads keys and values from the stream; the chunk's own are inputs so that their gradient flows on.
 
     Inputs, output and their gradients hold this rank's tokens; everything in between holds its heads (`engine.ulysses`).

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from streamgrad.engine.module_walk import modules_of
-from streamgrad.engine.replay import as_autocast, without_autocast
+from streamgrad.engine.replay import as_autocast
 from streamgrad.ops.accumulate import accumulator_dtype, add_product_, zeros_for_sum
-from streamgrad.ops.autograd import first_order_only, own
+from streamgrad.ops.autograd import Function, first_order_only, own
 from streamgrad.ops.memory_label import labelled, memory_label
 
 
@@ -31,26 +31,19 @@ class GradAccumulator(Tensor):
     """A parameter's stand-in; as the weight of `torch.nn.functional.linear` it sums its gradient in the product."""
 
     product_sum: Tensor | None
+    weight: Tensor  # the parameter's values
     autocast_copies: dict[torch.dtype, Tensor]  # by what the product is in
 
     @classmethod
     def of(cls, parameter: Tensor) -> GradAccumulator:
-        accumulator = parameter.detach().as_subclass(cls)
+        values = parameter.detach()
+        accumulator = values.as_subclass(cls)
         accumulator.requires_grad_()
-        accumulator.product_sum, accumulator.autocast_copies = None, {}
+        accumulator.product_sum, accumulator.weight, accumulator.autocast_copies = None, values, {}
         sum_dtype = accumulator_dtype(parameter.dtype)
         if sum_dtype is not parameter.dtype:
             accumulator.grad_dtype = sum_dtype  # what other operations give is summed by autograd
         return accumulator
-
-    def register_hook(self, hook: Any) -> Any:
-        """Raise, as `register_post_accumulate_grad_hook` does: a hook would be called once a chunk, with the sum so far."""
-        raise RuntimeError(
-            "a module registers a hook on its own parameter while it runs, as tensor parallelism does, and would be called for "
-            "each chunk of a sequence instead of once. Call streamgrad.disable(model) to train it without."
-        )
-
-    register_post_accumulate_grad_hook = register_hook
 
     @classmethod
     def __torch_function__(
@@ -63,10 +56,9 @@ class GradAccumulator(Tensor):
 
     def for_product(self) -> Tensor:
         """Return the values as a product sees them under autocast, cast once for all chunks."""
-        device_type = self.device.type
-        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else self.dtype
+        dtype = torch.get_autocast_dtype(self.weight.device.type)
         if dtype not in self.autocast_copies:
-            self.autocast_copies[dtype] = as_autocast(self.detach())
+            self.autocast_copies[dtype] = as_autocast(self.weight)
         return self.autocast_copies[dtype]
 
     def take_gradient(self) -> Tensor | None:
@@ -104,7 +96,7 @@ class GradAccumulators:
     """
 
     def __init__(self, parameters: Sequence[Tensor], *, summed: bool) -> None:
-        self.parameters = list(parameters)
+        self.parameters, self.summed = list(parameters), summed
         self.tensors = [stand_in(parameter, summed=summed) for parameter in self.parameters]
 
     @contextmanager
@@ -125,10 +117,20 @@ class GradAccumulators:
 
         An unused parameter has None, not zeros, so that optimizers and engines treat it as they do without streaming.
         """
+        self._refuse_hooks()
         return [
             accumulator.take_gradient() if isinstance(accumulator, GradAccumulator) else accumulator.grad
             for accumulator in self.tensors
         ]
+
+    def _refuse_hooks(self) -> None:
+        """Raise if the module has put a hook on an accumulator: it was called once a chunk, with the sum so far."""
+        hooks = [hooks for each in self.tensors for hooks in (each._backward_hooks, each._post_accumulate_grad_hooks)]
+        if self.summed and any(each is not None for each in hooks):  # nor empty, as of one that was removed
+            raise RuntimeError(
+                "a module registers a hook on its own parameter while it runs, as tensor parallelism does, and would be called "
+                "for each chunk of a sequence instead of once. Call streamgrad.disable(model) to train it without."
+            )
 
     @labelled("gradients")
     def take_gradients(self) -> list[Tensor | None]:
@@ -143,10 +145,11 @@ def _converted(total: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 def stand_in(parameter: Tensor, *, summed: bool) -> Tensor:
     """Return a leaf with the parameter's values, of the parameter's class if that may replace operations of torch."""
-    if type(parameter) in (nn.Parameter, Tensor):
-        return GradAccumulator.of(parameter) if summed else parameter.detach().requires_grad_()
+    is_plain = type(parameter) in (nn.Parameter, Tensor)
+    if summed and is_plain and parameter.dim() == 2:
+        return GradAccumulator.of(parameter)
     leaf = parameter.detach()
-    if type(leaf) is not type(parameter):
+    if not is_plain and type(leaf) is not type(parameter):
         leaf = leaf.as_subclass(type(parameter))
     leaf.requires_grad_()
     if summed and leaf.dtype is not accumulator_dtype(leaf.dtype):
@@ -156,12 +159,21 @@ def stand_in(parameter: Tensor, *, summed: bool) -> Tensor:
 
 def _linear(hidden: Tensor, weight: GradAccumulator, bias: Tensor | None = None) -> Tensor:
     """Return `F.linear` under the current autocast; the weight's gradient goes into `weight.product_sum`."""
+    device_type = hidden.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return _product(weight, hidden, weight.weight, bias)
     operands = as_autocast(hidden), weight.for_product(), None if bias is None else as_autocast(bias)
-    with without_autocast(hidden.device.type):
-        return _SummingLinear.apply(weight, *operands) if torch.is_grad_enabled() else F.linear(*operands)
+    with torch.autocast(device_type, enabled=False):
+        return _product(weight, *operands)
 
 
-class _SummingLinear(torch.autograd.Function):
+def _product(accumulator: GradAccumulator, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if torch.is_grad_enabled():
+        return _SummingLinear.apply(accumulator, hidden, weight, bias)
+    return F.linear(hidden, weight, bias)
+
+
+class _SummingLinear(Function):
     """Computes `F.linear(hidden, weight, bias)`. The accumulator is an input: it makes a graph where nothing else needs one."""
 
     @staticmethod

@@ -75,8 +75,8 @@ class KeyValueStream:
             return
         if self._tensors is None:
             self._tensors = self._full_length(key_BGLD), self._full_length(value_BGLD)
-        for full, own in zip(self._tensors, (key_BGLD, value_BGLD), strict=True):
-            full[:, :, start:stop] = own.detach()
+        self._tensors[0][:, :, start:stop] = key_BGLD.detach()
+        self._tensors[1][:, :, start:stop] = value_BGLD.detach()
 
     def read(self, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Return views of the keys and values `[first, last)`."""
@@ -149,6 +149,10 @@ class Chunk:
     recorded: list[Tensor] = field(default_factory=list, repr=False)
     token_inputs: list[Tensor] | None = field(default=None, repr=False)
     shared_keys: MutableMapping[str, Any] | None = field(default=None, repr=False)
+    span: tuple[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.span = self.sharing.ranks * self.start, self.sharing.ranks * self.stop
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -166,7 +170,8 @@ class Chunk:
         self.attention_calls += 1
         self.own = key_BGLD, value_BGLD
         if not self.in_backward or self.span[1] > self.stream.written:
-            self.stream.write(*self.span, *(self.sharing.to_heads(states.detach()) for states in self.own))
+            to_heads = self.sharing.to_heads
+            self.stream.write(*self.span, to_heads(key_BGLD.detach()), to_heads(value_BGLD.detach()))
         self._stop_if_all_is_written()
 
     def _stop_if_all_is_written(self) -> None:
@@ -179,10 +184,6 @@ class Chunk:
                 f"its attention makes {key_BGLD.shape[-2]} keys for a chunk of {self.stop - self.start} tokens, "
                 "so keys do not belong to single tokens"
             )
-
-    @property
-    def span(self) -> tuple[int, int]:
-        return self.sharing.ranks * self.start, self.sharing.ranks * self.stop
 
     @property
     def is_whole(self) -> bool:

@@ -15,10 +15,9 @@ Shapes: B batch, T sequence, L chunk, E model width.
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,7 +30,7 @@ from streamgrad.engine.guards import NO_ADAPTERS, AdapterFacts, RerunGuard, chec
 from streamgrad.engine.host_offload import HostStore
 from streamgrad.engine.in_use import InUse
 from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, SeamError, StopAfterWrite, spans
-from streamgrad.engine.module_walk import parameters_of, trainable_parameters
+from streamgrad.engine.module_walk import buffers_of, parameters_of, trainable_parameters
 from streamgrad.engine.policy import LayerPolicy
 from streamgrad.engine.replay import Autocast, RandomTape
 from streamgrad.engine.saved import Reader, Saved, SavedOnDevice, SavedOnHost
@@ -48,7 +47,8 @@ class StreamedCall:
     """One call of one layer.
 
     `run(h_BLE, chunk)` must equal the layer on that chunk: its own forward with every per-token argument sliced to
-    `[chunk.start, chunk.stop)` and `chunk` in place of cache and mask.
+    `[chunk.start, chunk.stop)` and `chunk` in place of cache and mask. It is called within `surroundings()`, which is entered
+    once for all chunks of a pass, forward or backward.
     """
 
     layer: nn.Module
@@ -62,6 +62,7 @@ class StreamedCall:
     token_inputs: Sequence[Tensor] = ()  # beside hidden states, (B, T, ...) each; `run` cuts them, or takes `chunk.token_inputs`
     sharing: SequenceSharing = ALONE
     adapters: AdapterFacts = NO_ADAPTERS
+    surroundings: Callable[[], AbstractContextManager[Any]] = nullcontext
     forward: Hashable = None  # tells the layer's own forward from another one
     index: int | None = None  # among the layers of its decoder, where it is in one
     in_use: InUse = field(default_factory=InUse)  # its decoder's
@@ -101,7 +102,8 @@ class StreamedCall:
         """Run the sequence as one chunk whose graph autograd keeps, so that nothing is run again."""
         chunk = self.chunk((0, h_BTE.shape[1]), self.new_stream(h_BTE.shape[1]))
         chunk.token_inputs = list(self.token_inputs)
-        out_BTE = self.run(h_BTE, chunk)
+        with self.surroundings():
+            out_BTE = self.run(h_BTE, chunk)
         chunk.check_finished()
         chunk.release()
         return out_BTE, *chunk.recorded
@@ -209,7 +211,7 @@ class _StreamedLayer(torch.autograd.Function):
         accumulators = GradAccumulators(ctx.parameters, summed=len(chunks) > 1)
         dh_BTE: Tensor | None = None
         token_inputs = TokenInputGradients(call.token_inputs, ctx.needs_input_grad[2:])
-        with call.in_use.claimed(call.name), accumulators.installed_in(call.layer):
+        with call.in_use.claimed(call.name), accumulators.installed_in(call.layer), call.surroundings():
             with ctx.autocast.restored():
                 stream = _restore_stream(call, ctx.tape, reader, ctx.h_shape[1])
             for index, (start, stop) in reversed(chunks):
@@ -289,37 +291,52 @@ def _forward(
 
     `guard` and `kept`, given if a backward pass follows, are told of each chunk, which runs in `drawing` of its number.
     """
-    h_BTE = h_BTE.detach()  # else chunks would require a gradient, and hooks on submodules would see that
-    stream = call.new_stream(h_BTE.shape[1])
+    stream, spans_of_chunks = call.new_stream(h_BTE.shape[1]), call.spans(h_BTE.shape[1])
+    trial = call.trial(h_BTE.shape[1]) if len(spans_of_chunks) > 1 else None
+    with call.surroundings():
+        # Detached, else chunks would require a gradient, and hooks on submodules would see that.
+        return _run_chunks(call, h_BTE.detach(), spans_of_chunks, stream, trial, drawing, guard, kept), stream
+
+
+def _run_chunks(
+    call: StreamedCall,
+    h_BTE: Tensor,
+    spans_of_chunks: Sequence[Span],
+    stream: KeyValueStream,
+    trial: Trial | None,
+    drawing: Callable[[int], AbstractContextManager[None]],
+    guard: RerunGuard | None,
+    kept: Saved | None,
+) -> list[Tensor]:
     outputs_BT: list[Tensor] = []
-    buffers = list(call.layer.buffers())
+    buffers = buffers_of(call.layer)
     versions = [buffer._version for buffer in buffers]
     keep_attention = kept is not None and call.policy.keep == "attention"
-    for index, (start, stop) in enumerate(call.spans(h_BTE.shape[1])):
+    for index, (start, stop) in enumerate(spans_of_chunks):
         chunk = call.chunk((start, stop), stream, keep_attention=keep_attention)
         with drawing(index):
             out_BLE = call.run(h_BTE[:, start:stop], chunk)
         chunk.check_finished()
         check_leaves(out_BLE, [], call.name)
-        replaced = index == 0 and not all(map(operator.is_, call.layer.buffers(), buffers))
+        replaced = index == 0 and not all(map(operator.is_, buffers_of(call.layer), buffers))
         if replaced or [buffer._version for buffer in buffers] != versions:
             raise SeamError("its layers change a buffer in forward, which would happen once a chunk and again in backward")
-        if index == 0 and stop < h_BTE.shape[1]:
-            call.trial(h_BTE.shape[1])(h_BTE)
+        if index == 0 and trial is not None:
+            trial(h_BTE)
         if guard is not None:
             guard.note(out_BLE)
         if kept is not None:
             kept.note(index, chunk.kept)
         made = [out_BLE, *chunk.recorded]
         if stop - start == h_BTE.shape[1]:
-            return made, stream
+            return made
         if not outputs_BT:
             # Not empty_like(h): under autocast a layer's output may have another dtype than its input.
             with memory_label("hidden states"):
                 outputs_BT = [part.new_empty(*h_BTE.shape[:2], *part.shape[2:]) for part in made]
         for whole, part in zip(outputs_BT, made, strict=True):
             whole[:, start:stop] = part
-    return outputs_BT, stream
+    return outputs_BT
 
 
 def _run_again(node: Any, h_BTE: Tensor, kept: Saved | None) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -345,5 +362,5 @@ def _restore_stream(call: StreamedCall, tape: RandomTape, reader: Reader, length
 
 
 def _write_keys(call: StreamedCall, h_BLE: Tensor, span: tuple[int, int], stream: KeyValueStream) -> None:
-    with contextlib.suppress(StopAfterWrite):
+    with suppress(StopAfterWrite):
         call.run(h_BLE, call.chunk(span, stream, stop_after_write=True))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def modules_of(root: nn.Module, *, but_for: Sequence[nn.Module] = ()) -> list[nn.Module]:
@@ -18,13 +18,20 @@ def modules_of(root: nn.Module, *, but_for: Sequence[nn.Module] = ()) -> list[nn
         if module not in seen:
             seen.add(module)
             found.append(module)
-            pending += [child for child in reversed(module._modules.values()) if child is not None]
+            if module._modules:
+                pending += [child for child in reversed(module._modules.values()) if child is not None]
     return found
 
 
 def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """Return the parameters that the modules themselves hold, each once."""
     found = {id(p): p for module in modules for p in module._parameters.values() if p is not None}
+    return list(found.values())
+
+
+def buffers_of(root: nn.Module) -> list[Tensor]:
+    """Return `root.buffers()`."""
+    found = {id(b): b for module in modules_of(root) for b in module._buffers.values() if b is not None}
     return list(found.values())
 
 

@@ -57,6 +57,7 @@ class RecurrentChunk(Chunk):
     written: States = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.given = {} if self.start in self.stream.document_starts else self.stream.before[self.start]
         if self.in_backward:
             self.given = {name: state.detach().requires_grad_() for name, state in self.given.items()}

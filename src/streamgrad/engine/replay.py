@@ -70,7 +70,7 @@ class RandomTape:
         with DRAWING:
             before = self._state()
             yield
-            if any(not torch.equal(old, new) for old, new in zip(before, self._state(), strict=True)):
+            if not all(map(torch.equal, before, self._state())):
                 self._states[chunk_index] = before
 
     @contextmanager
@@ -88,7 +88,8 @@ class RandomTape:
                 self._set_state(resume)
 
     def _state(self) -> tuple[Tensor, ...]:
-        return torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._cuda_devices)
+        on_cpu = torch.default_generator.get_state()
+        return (on_cpu, *map(torch.cuda.get_rng_state, self._cuda_devices)) if self._cuda_devices else (on_cpu,)
 
     def _set_state(self, state: tuple[Tensor, ...]) -> None:
         torch.set_rng_state(state[0])

@@ -70,7 +70,7 @@ def attend_alone(chunk: Chunk, query_BHND: Tensor, key_BGND: Tensor, value_BGND:
 
 @dataclass
 class Trial:
-    """The trial of one layer.
+    """The trial of one layer, made before its surroundings replace parts of it, and called within them.
 
     Args:
         name: of the layer, for messages.
@@ -90,16 +90,14 @@ class Trial:
     mixes_by_states: bool = False
     is_scaled_later: bool = False
 
+    def __post_init__(self) -> None:
+        hooks = tuple(_module._global_forward_hooks), tuple(_module._global_forward_pre_hooks)
+        self._contents = self.forward, hooks, _contents(modules_of(self.layer), self.adapters)
+
     def __call__(self, h_BTE: Tensor) -> None:
         """Raise `SeamError` where the layer, called with `h_BTE`, would give something else in chunks; once for each layer."""
         modules, tokens = modules_of(self.layer), min(_MOST_TOKENS, h_BTE.shape[1])
-        contents = (
-            tokens,
-            self.forward,
-            tuple(_module._global_forward_hooks),
-            tuple(_module._global_forward_pre_hooks),
-            _contents(modules, self.adapters),
-        )
+        contents = tokens, self._contents
         if h_BTE.is_meta or tokens < 2 * self.least or contents in _PASSED.get(self.layer, ()):
             return
         devices = [device for device in {h_BTE.device, *(p.device for p in parameters_in(modules))} if device.type == "cuda"]

@@ -46,6 +46,7 @@ from streamgrad.hf.discover import (
 from streamgrad.hf.documents import Documents
 from streamgrad.hf.fusion import Fusion
 from streamgrad.hf.layer_args import LayerArguments
+from streamgrad.hf.layer_run import LayerRun
 from streamgrad.hf.mask_checks import check_mask
 from streamgrad.hf.patching import (
     InstalledForward,
@@ -57,7 +58,6 @@ from streamgrad.hf.patching import (
     temporary_attributes,
 )
 from streamgrad.hf.peft import PEFT_ADAPTERS
-from streamgrad.hf.quantized import never_packed
 from streamgrad.hf.recorded import Recorder
 from streamgrad.hf.seams import NotCausal, layer_mask, streamed_attention_in, with_documents
 from streamgrad.hf.sequence_slices import SequenceGroup, Slices, WholeSequences, sequence_group
@@ -251,12 +251,12 @@ class _DecoderCall:
                 raise SeamError("its layers take inputs by token beside hidden states, and ranks share its sequences")
             starts = self.documents.starts(modules, arguments) if recurrent else []
             kind: Any = partial(RecurrentCall, document_starts=starts) if recurrent else StreamedCall
-            run = self._run(modules, arguments, recorder)
+            run = LayerRun(modules, arguments, recorder, fused_kernels=self.stream.config.fused_kernels)
             mask = self._mask(arguments, h_BTE) if has_attention(modules) else None
             if recurrent and mask is not None and mask.uncut:
                 raise SeamError("one of its layers has attention and a state, and some tokens see each other both ways")
             if self.plan is None:  # this is the first layer
-                first = Sample(layer, run, mask, tuple(recorder.keys), recurrent)
+                first = Sample(layer, run.alone, mask, tuple(recorder.keys), recurrent)
                 self.plan = self._make_plan(h_BTE, chain([first], self._other_kinds(args, kwargs)))
             policy, above = self.plan.policies[index], self.plan.policies[index + 1 : index + 2]
             call = kind(
@@ -272,6 +272,7 @@ class _DecoderCall:
                 token_inputs=arguments.token_inputs.tensors,
                 sharing=self.sequences.sharing,
                 adapters=PEFT_ADAPTERS,
+                surroundings=run.surroundings,
                 forward=id(getattr(self.forwards[index], "__func__", self.forwards[index])),
                 index=index,
                 in_use=self.stream.in_use,
@@ -285,20 +286,6 @@ class _DecoderCall:
             return out_BTE if arguments.beside is None else (out_BTE, *arguments.beside)
 
         return streamed
-
-    def _run(self, modules: list[nn.Module], arguments: LayerArguments, recorder: Recorder) -> Callable[[Tensor, Any], Tensor]:
-        configs, fusion = attention_configs(modules), Fusion(modules, mode=self.stream.config.fused_kernels)
-
-        def run(h_BLE: Tensor, chunk: Any) -> Tensor:
-            with (
-                streamed_attention_in(configs), fusion.installed(), never_packed(modules), not_checkpointed(modules),
-                recorder.collecting(h_BLE, chunk),
-            ):  # fmt: skip
-                out_BLE = arguments.run(h_BLE, chunk)
-            arguments.token_inputs.note(chunk, h_BLE.shape[1])
-            return out_BLE
-
-        return run
 
     @cached_property
     def parameters(self) -> list[list[nn.Parameter]]:
@@ -333,8 +320,8 @@ class _DecoderCall:
             if has_attention(modules):
                 arguments.attention_mask = CausalMask()
                 mask = self.sequences.mask(_mask_of(arguments, h_BTE.shape[1], h_BTE.shape[1]))
-            recorder = Recorder()
-            yield Sample(layer, self._run(modules, arguments, recorder), mask, tuple(recorder.keys), is_recurrent(modules))
+            run = LayerRun(modules, arguments, recorder := Recorder(), fused_kernels=self.stream.config.fused_kernels)
+            yield Sample(layer, run.alone, mask, tuple(recorder.keys), is_recurrent(modules))
 
     def _mask(self, arguments: LayerArguments, h_BTE: Tensor) -> CausalMask | DenseMask | TreeMask:
         given = arguments.attention_mask

@@ -25,7 +25,7 @@ from streamgrad.hf.configs import layer_configs
 from streamgrad.hf.deepspeed import has_zero3_hooks
 from streamgrad.hf.layer_args import CACHE_NAMES, cache_argument
 from streamgrad.hf.patching import own_forward
-from streamgrad.hf.peft import base_model, why_not_in_chunks
+from streamgrad.hf.peft import base_model, may_be_adapter, why_not_in_chunks
 from streamgrad.hf.quantized import is_packed
 
 # Rotary embeddings whose frequencies follow the longest position they are shown: a chunk would show them its own.
@@ -116,7 +116,7 @@ def layer_refusals(modules: list[nn.Module]) -> Iterator[str]:
         yield "its layers are wrapped by torch.compile; leave that out, or compile modules inside of the layers"
     if "mamba_selective_scan" in names_in(modules):
         yield f"{type(layer).__name__} has the scan of Mamba 1, which begins with a new state wherever it is given several tokens"
-    for module in modules:
+    for module in filter(_is_suspect, modules):
         reason = _class_refusal(type(module))  # type: ignore[arg-type]
         if recurrent and isinstance(module, nn.Conv1d):
             continue  # it sees earlier tokens through a state
@@ -149,6 +149,20 @@ def layer_refusals(modules: list[nn.Module]) -> Iterator[str]:
             )
 
 
+def _is_suspect(module: nn.Module) -> bool:
+    """Return whether `layer_refusals` has to look closer at the module, as it need not at nearly all, in every step."""
+    own, kind = module.__dict__, type(module)
+    return (
+        type(own["_parameters"].get("weight")) not in (nn.Parameter, type(None))
+        or "parametrizations" in own["_modules"]
+        or "rope_type" in own
+        or has_zero3_hooks(module)
+        or may_be_adapter(module)
+        or _class_refusal(kind) is not None  # type: ignore[arg-type]
+        or kind.__name__ == "Float8Linear"
+    )
+
+
 def _has_tensorwise_scales(module: Any) -> bool:
     """Return whether torchao scales its inputs or their gradients by one number; the weight is the same in every chunk."""
     of_tokens = ("cast_config_input", "cast_config_grad_output")
@@ -179,9 +193,14 @@ def _looks_attention_up(modules: list[nn.Module]) -> bool:
     return "ALL_ATTENTION_FUNCTIONS" in names_in(modules)
 
 
-def names_in(modules: list[nn.Module]) -> set[str]:
+def names_in(modules: list[nn.Module]) -> frozenset[str]:
     """Return the global names, attributes and strings in the code of the modules' forward methods."""
-    return set().union(*(_names_in_forward(type(module)) for module in modules))  # type: ignore[arg-type]
+    return _names_in_forwards(tuple(map(type, modules)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_in_forwards(kinds: tuple[type, ...]) -> frozenset[str]:
+    return frozenset().union(*map(_names_in_forward, kinds))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -211,7 +230,7 @@ def _class_refusal(kind: type) -> str | None:
 
 def attention_configs(modules: list[nn.Module]) -> list[Any]:
     """Return the configurations that say which attention is used: most often one; replicated layers may hold copies."""
-    configs = {id(config): config for module in modules if (config := module.__dict__.get("config")) is not None}
+    configs = {id(own["config"]): own["config"] for module in modules if "config" in (own := module.__dict__)}
     return [config for config in configs.values() if hasattr(config, "_attn_implementation_internal")]
 
 

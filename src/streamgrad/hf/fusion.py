@@ -36,13 +36,13 @@ class Fusion:
         self._rotary_globals: dict[int, dict[str, Any]] = {}
         for module in modules if mode != "off" else ():
             forward = type(module).forward
+            form, rotates = _form_of(forward)
             if "forward" in module.__dict__:
                 continue
-            fused = _fused_forward(module, forward, self._wants)
+            fused = None if form is None else _fused_forward(module, form, forward, self._wants)
             if fused is not None:
                 self._forwards.append((module, fused))
-            # Attention modules look this function up by name in the file that defines them.
-            if "apply_rotary_pos_emb" in getattr(getattr(forward, "__code__", None), "co_names", ()):
+            if rotates:
                 names = forward.__globals__
                 if id(names) not in self._rotary_globals and _is_known_rotary(_stock_rotary(names)):
                     self._rotary_globals[id(names)] = names
@@ -57,15 +57,15 @@ class Fusion:
             yield
 
 
-def _wants(mode: str, *tensors: Tensor) -> bool:
-    """Return whether `tensors` have one dtype, which `mode` fuses; under autocast 16 bits only, which it does not cast here."""
-    first = tensors[0]
-    in_16_bits = first.dtype.itemsize == 2
-    if any(tensor.dtype != first.dtype for tensor in tensors):
-        return False
-    if torch.is_autocast_enabled(first.device.type) and not in_16_bits:
-        return False
-    return mode == "on" or (first.is_cuda and in_16_bits)
+def _wants(mode: str, first: Tensor, *others: Tensor) -> bool:
+    """Return whether tensors have one dtype, which `mode` fuses; under autocast 16 bits only, which it does not cast here."""
+    dtype = first.dtype
+    for other in others:
+        if other.dtype is not dtype:
+            return False
+    if dtype.itemsize == 2:
+        return mode == "on" or first.is_cuda
+    return mode == "on" and not torch.is_autocast_enabled(first.device.type)
 
 
 class _RotarySwitch:
@@ -117,11 +117,8 @@ def _is_known_rotary(function: Any) -> bool:
     return _same_code(function, _apply_rotary) and function.__defaults__ == (1,) and _same_code(halves, _rotate_half)
 
 
-def _fused_forward(module: Any, forward: Any, wants: Callable[..., bool]) -> Callable[[Tensor], Tensor] | None:
-    """Return a fused function that equals `forward`, the one of the module's class, or None if none is known."""
-    form = _form_of(forward)
-    if form is None:
-        return None
+def _fused_forward(module: Any, form: str, forward: Any, wants: Callable[..., bool]) -> Callable[[Tensor], Tensor] | None:
+    """Return a fused function that equals `forward`, the one of the module's class in this form, or None if none is known."""
     stock = types.MethodType(forward, module)
     if form == "gemma norm":
         if not _same_code(getattr(type(module), "_norm", None), _gemma_norm_helper):
@@ -136,12 +133,13 @@ def _fused_forward(module: Any, forward: Any, wants: Callable[..., bool]) -> Cal
 
 
 @functools.lru_cache(maxsize=1024)
-def _form_of(forward: Any) -> str | None:
-    """Return the form that a forward is written in, or None. Cached by function, as a class's forward may be replaced."""
-    for reference, form in _FORMS.items():
-        if _same_code(forward, reference):
-            return form
-    return None
+def _form_of(forward: Any) -> tuple[str | None, bool]:
+    """Return the form that a forward is written in, or None, and whether it looks `apply_rotary_pos_emb` up in its file.
+
+    Cached by function, as a class's forward may be replaced.
+    """
+    rotates = "apply_rotary_pos_emb" in getattr(getattr(forward, "__code__", None), "co_names", ())
+    return next((form for reference, form in _FORMS.items() if _same_code(forward, reference)), None), rotates
 
 
 def _same_code(function: Any, reference: Any) -> bool:

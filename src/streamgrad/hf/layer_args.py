@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,7 @@ class LayerArguments:
     cache_name: str
     mask_name: str
     token_inputs: TokenInputs
+    cut: Sequence[str] = ()  # names of what is cut to a chunk
     beside: tuple[None, ...] | None = None  # what the layer returns beside hidden states, where it returns a tuple
 
     @classmethod
@@ -63,12 +64,14 @@ class LayerArguments:
         token_inputs = TokenInputs(values, hidden_states.shape, but_for=_TOKEN_AXIS.keys() | _WHOLE)
         for name, value in values.items():
             _check_argument(name, value)
-        return hidden_states, cls(forward, attention_mask, values, cache_name, mask_name, token_inputs)
+        cut = [name for name, value in values.items() if name in _TOKEN_AXIS and value is not None]
+        return hidden_states, cls(forward, attention_mask, values, cache_name, mask_name, token_inputs, cut)
 
     def run(self, h_BLE: Tensor, chunk: Chunk) -> Tensor:
         """Return the layer's hidden states for one chunk, taken out of the tuple that some layers return."""
-        others = {name: _cut(name, value, chunk) for name, value in self.others.items()}
-        others |= self.token_inputs.arguments(chunk)
+        others = self.others | self.token_inputs.arguments(chunk)
+        for name in self.cut:
+            others[name] = _cut(name, others[name], chunk)
         others[self.cache_name] = others[self.mask_name] = chunk
         if isinstance(chunk, RecurrentChunk):
             others = {name: value for name, value in others.items() if name not in DOCUMENTS}  # chunks keep them apart
@@ -92,7 +95,12 @@ def cache_argument(forward: Callable[..., Any]) -> str | None:
 
 def _check_argument(name: str, value: Any) -> None:
     """Raise for an argument that needs a gradient, or that holds tensors which might be cut wrongly."""
-    tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    if value is None or type(value) in (bool, int, float, str):
+        return
+    leaves = value if type(value) is tuple else [value]
+    if not all(isinstance(leaf, Tensor) for leaf in leaves):
+        leaves = torch.utils._pytree.tree_leaves(value)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if any(tensor.requires_grad for tensor in tensors):
         raise SeamError(f"its layers take {name}, which needs a gradient that a streamed layer would not give it")
     if tensors and name not in _TOKEN_AXIS and name not in _WHOLE:
@@ -106,12 +114,10 @@ def is_causal_mask(value: Any) -> bool:
 
 
 def _cut(name: str, value: Any, chunk: Chunk) -> Any:
-    axis = _TOKEN_AXIS.get(name)
-    if axis is None or value is None:
-        return value
-    if name in _PADDING_MASKS and chunk.alone:
+    if value is None or (name in _PADDING_MASKS and chunk.alone):
         return None  # else random tokens would be set to zero, as padding is
+    axis, start, stop = _TOKEN_AXIS[name], chunk.start, chunk.stop
     if isinstance(value, Tensor):
-        is_whole = chunk.start == 0 and chunk.stop == value.shape[axis]
-        return value if is_whole else value.narrow(axis, chunk.start, chunk.stop - chunk.start)
-    return type(value)(_cut(name, item, chunk) for item in value)
+        is_whole = start == 0 and stop == value.shape[axis]
+        return value if is_whole else value.narrow(axis, start, stop - start)
+    return type(value)([_cut(name, item, chunk) for item in value])

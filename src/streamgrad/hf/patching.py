@@ -145,9 +145,21 @@ def _signature_of_method(function: Callable[..., Any]) -> inspect.Signature:
 
 def named_arguments(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call by name; positional ones without a name are left out."""
-    parameters = signature_of(forward).parameters.items()
-    names = [name for name, p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if not args:
+        return dict(kwargs)
+    own = forward.__func__ if isinstance(forward, types.MethodType) else None
+    names = _positional_names(signature_of(forward)) if own is None else _names_of_method(own)
     return dict(zip(names, args, strict=False)) | kwargs
+
+
+@functools.lru_cache(maxsize=256)
+def _names_of_method(function: Callable[..., Any]) -> list[str]:
+    return _positional_names(_signature_of_method(function))
+
+
+def _positional_names(signature: inspect.Signature) -> list[str]:
+    parameters = signature.parameters.items()
+    return [name for name, p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 @contextmanager
@@ -173,7 +185,8 @@ def not_checkpointed(modules: Iterable[nn.Module]) -> AbstractContextManager[Non
 
     A streamed layer already recomputes itself, and a layer inside of it (Zamba 2's) would lose its cache.
     """
-    found = [module for module in modules if module.__dict__.get("gradient_checkpointing")]
+    name = "gradient_checkpointing"
+    found = [module for module in modules if module.__dict__.get(name)]
     return temporary_attributes((module, "gradient_checkpointing", False) for module in found)
 
 

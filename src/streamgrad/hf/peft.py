@@ -27,6 +27,12 @@ def adds_tokens(wrapper: Any) -> bool:
     return bool(getattr(getattr(wrapper, "active_peft_config", None), "is_prompt_learning", False))
 
 
+def may_be_adapter(module: nn.Module) -> bool:
+    """Return whether `why_not_in_chunks` may have something to say of the module."""
+    own = module.__dict__
+    return "forward" in own or "lora_variant" in own or _is_called("LilyLayer", type(module))  # type: ignore[arg-type]
+
+
 def why_not_in_chunks(module: nn.Module) -> str | None:
     """Return what makes an adapter depend on the whole sequence; None where a chunk is all that it needs."""
     if _is_called("LilyLayer", type(module)):  # type: ignore[arg-type]

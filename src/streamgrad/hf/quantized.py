@@ -21,7 +21,8 @@ _PACKS = "support_avx512bf16_for_cpu"
 
 def never_packed(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
     """Within the block, weights stay as they are: chunks run without a graph first, and are differentiated later."""
-    return temporary_attributes([(module, _PACKS, False) for module in modules if module.__dict__.get(_PACKS)])
+    packing = [module for module in modules if module.__dict__.get(_PACKS)]
+    return temporary_attributes((module, _PACKS, False) for module in packing)
 
 
 def is_packed(module: nn.Module) -> bool:

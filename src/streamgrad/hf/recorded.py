@@ -37,9 +37,6 @@ class Recorder:
     @contextmanager
     def collecting(self, h_BLE: Tensor, chunk: Any) -> Iterator[None]:
         """Give the chunk what is recorded within the block, (B, L, X) each."""
-        if not self.keys:
-            yield
-            return
         collected: dict[str, list[Tensor]] = {key: [] for key in self.keys}
         token = output_capturing._active_collector.set(collected)
         try:

@@ -68,9 +68,13 @@ def stream_attention_forward(
             raise SeamError(f"its attention is called with {name}={type(argument).__name__}, which streaming does not support")
     if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         _check_explicit(attention_mask)
+    if torch.is_autocast_enabled(query.device.type):
+        query, key, value = map(as_autocast, (query, key, value))
     out_BHLD = streamed_attention(
         attention_mask,
-        *map(as_autocast, (query, key, value)),
+        query,
+        key,
+        value,
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap=softcap,
         dropout=dropout,

@@ -55,6 +55,8 @@ class TokenInputs:
 
     def arguments(self, chunk: Chunk) -> dict[str, Any]:
         """Return the layer's arguments for one chunk, made of the chunk's own tensors where it has them, as in backward."""
+        if not self._vectors and self._shared is None:
+            return {}
         tensors = chunk.token_inputs
         if tensors is None:
             tensors = [tensor[:, chunk.start : chunk.stop].detach() for tensor in self.tensors]
@@ -68,6 +70,8 @@ class TokenInputs:
 
     def note(self, chunk: Chunk, length: int) -> None:
         """Record what the layer has left for others in a chunk of so many tokens, which `hand_over` gives them."""
+        if self._shared is None:
+            return
         if isinstance(chunk.shared_keys, _SharedKeys):
             self._written = chunk.shared_keys.written
         for name in self._written:

@@ -12,7 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 from torch.autograd import forward_ad
+
+
+class Function(torch.autograd.Function):
+    """torch's `Function`, called a dozen Python calls sooner: what those prepare is for transforms of torch.func alone."""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        caller = torch.autograd.Function if peek_interpreter_stack() is None else Function
+        return super(caller, cls).apply(*args)  # type: ignore[misc]
 
 
 def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -24,15 +34,18 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(backward)
-    def checked(ctx: Any, *gradients: Any) -> Any:
+    def checked(ctx: Any, *gradients: Any) -> Any:  # flat: a chunk's backward calls it more than a dozen times
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "backward was called with create_graph=True, and streamgrad computes first derivatives only. Leave create_graph "
                 "out, or call streamgrad.disable(model) for a step that differentiates gradients."
             )
-        # Which come in batches from `is_grads_batched=True`, without a transform of torch.func.
-        batched = [each for each in gradients if each is not None and torch._C._functorch.is_legacy_batchedtensor(each)]
-        refuse_transforms("backward", anyway=bool(batched))
+        batched = forward_ad._current_level >= 0 or peek_interpreter_stack() is not None
+        for gradient in gradients:
+            # Which come in batches from `is_grads_batched=True`, without a transform of torch.func.
+            batched = batched or (gradient is not None and is_legacy_batchedtensor(gradient))
+        if batched:
+            refuse_transforms("backward", anyway=True)
         if not torch.is_inference_mode_enabled():
             return backward(ctx, *gradients)
         with torch.inference_mode(False), torch.no_grad():
@@ -43,7 +56,7 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 def in_transform() -> bool:
     """Return whether forward-mode derivatives are taken, or a transform of `torch.func` (jvp, grad, vmap) is under way."""
-    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    return forward_ad._current_level >= 0 or peek_interpreter_stack() is not None
 
 
 def refuse_transforms(name: str, *, anyway: bool = False) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from streamgrad.ops.accumulate import accumulator_dtype
-from streamgrad.ops.autograd import first_order_only, own
+from streamgrad.ops.autograd import Function, first_order_only, own
 from streamgrad.ops.triton_support import kernels_for
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -37,7 +37,8 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    return _dense(tensor.reshape(-1, tensor.shape[-1]))
+    rows = tensor.reshape(-1, tensor.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 # --- RMS norm -------------------------------------------------------------------------------------------------------------
@@ -68,7 +69,7 @@ def norm_backward(dout_NE: Tensor, x_NE: Tensor, inverse_N1: Tensor, weight_E: T
     return dx_NE.to(x_NE.dtype), (dout_NE.to(wide) * unit_NE).sum(dim=0)
 
 
-class _RmsNorm(torch.autograd.Function):
+class _RmsNorm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_E: Tensor, norm: Norm) -> Tensor:
         out_NE, inverse_N1 = _code_for(x).norm_forward(_rows(x), weight_E.detach(), norm.eps, norm.weight_offset)
@@ -125,7 +126,7 @@ def gated_backward(dout_NE: Tensor, gate_NE: Tensor, up_NE: Tensor, activation: 
     return dgate_NE.to(gate_NE.dtype), dup_NE.to(up_NE.dtype)
 
 
-class _Gated(torch.autograd.Function):
+class _Gated(Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str, consumed: bool) -> Tensor:
         ctx.activation, ctx.consumed = activation, consumed
@@ -173,7 +174,7 @@ def rotate(heads: Sequence[Tensor], cos_BLD: Tensor, sin_BLD: Tensor, *, back: b
     return [out.to(x_BHLD.dtype) for out, x_BHLD in zip(outs, heads, strict=True)]
 
 
-class _Rotary(torch.autograd.Function):
+class _Rotary(Function):
     @staticmethod
     def forward(ctx: Any, query_BHLD: Tensor, key_BGLD: Tensor, cos_BLD: Tensor, sin_BLD: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos_BLD, sin_BLD)

@@ -6,22 +6,24 @@ import functools
 import logging
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from streamgrad.attention.backends.block import Backend, Block
 from streamgrad.attention.backends.cudnn import CudnnBackend
-from streamgrad.attention.backends.cudnn_plans import PRICES
+from streamgrad.attention.backends.cudnn_plans import PRICES, SHAPES
 from streamgrad.attention.backends.eager import EagerBackend
 from streamgrad.attention.backends.flash import FlashBackend, flash_implementation
 from streamgrad.attention.backends.sdpa import SdpaBackend
 from streamgrad.engine.kv_chunk import Attended
-from streamgrad.engine.replay import without_autocast
 
 __all__ = ["Backend", "Block", "backends_named", "choose", "flash_implementation", "preferred", "run_or_replace"]
 
 logger = logging.getLogger("streamgrad")
+
+_Ranked = tuple[list[Backend], dict[str, str | None]]
 
 # In order of measured preference.
 _ALL: tuple[Backend, ...] = (CudnnBackend(), FlashBackend(), SdpaBackend(), EagerBackend())
@@ -39,23 +41,39 @@ def preferred(backends: Sequence[Backend]) -> list[Backend]:
 
 def choose(backends: Sequence[Backend], query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Backend:
     """Return the first kernel that can compute the block; flash before cuDNN while cuDNN's plan is not worth its cost."""
-    backends = preferred(backends)
-    refusals = {backend.name: backend.refusal(query_BHLD, key_BGSD, value_BGSD, block) for backend in backends}
-    able = [backend for backend in backends if refusals[backend.name] is None]
+    shapes = query_BHLD.shape, key_BGSD.shape, value_BGSD.shape, query_BHLD.dtype, query_BHLD.device
+    asked = tuple(backends), flash_implementation(), shapes, block.traits
+    found = _FOUND.get(asked)
+    if found is None:
+        found = _ranked(backends, query_BHLD, key_BGSD, value_BGSD, block)
+        if len(_FOUND) >= SHAPES:
+            _FOUND.clear()
+        _FOUND[asked] = found
+    chosen, refusals = found
+    if len(chosen) == 2 and not PRICES.is_worth_a_plan(query_BHLD, key_BGSD, block.causal):
+        chosen, refusals = chosen[1:], refusals | {"cudnn": "its plan for this new shape is not worth its cost yet"}
+    if logger.isEnabledFor(logging.DEBUG):
+        passed_over = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items() if refusal is not None)
+        _log_choice(chosen[0].name, block.kind, query_BHLD.dtype, query_BHLD.device.type, passed_over)
+    return chosen[0]
+
+
+# What `_ranked` returned for shapes so far: the answer for one chunk is the answer for that chunk of every layer and step.
+_FOUND: dict[tuple[Any, ...], _Ranked] = {}
+
+
+def _ranked(backends: Sequence[Backend], query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> _Ranked:
+    """Return the kernel for the block, or cuDNN and flash, between which prices decide, and why others were passed over."""
+    refusals = {backend.name: backend.refusal(query_BHLD, key_BGSD, value_BGSD, block) for backend in preferred(backends)}
+    able = [backend for backend in preferred(backends) if refusals[backend.name] is None]
     if not able:
         reasons = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
         raise ValueError(
             f"no attention kernel can compute this block ({reasons}). "
             'Pass attention="auto" to streamgrad.enable to allow every kernel.'
         )
-    chosen = able[0]
-    if [backend.name for backend in able[:2]] == ["cudnn", "flash"] and not PRICES.is_worth_a_plan(
-        query_BHLD, key_BGSD, block.causal
-    ):
-        refusals["cudnn"], chosen = "its plan for this new shape is not worth its cost yet", able[1]
-    passed_over = [f"{name}: {refusal}" for name, refusal in refusals.items() if refusal is not None]
-    _log_choice(chosen.name, block.kind, query_BHLD.dtype, query_BHLD.device.type, "; ".join(passed_over))
-    return chosen
+    both = [backend.name for backend in able[:2]] == ["cudnn", "flash"]
+    return able[: 2 if both else 1], refusals
 
 
 @functools.cache
@@ -69,8 +87,10 @@ def run_or_replace(backends: list[Backend], query_BHLD: Tensor, key_BGSD: Tensor
     while True:
         backend = choose(backends, query_BHLD, key_BGSD, value_BGSD, block)
         try:
+            if not torch.is_autocast_enabled(query_BHLD.device.type):
+                return backend.forward(query_BHLD, key_BGSD, value_BGSD, block)
             # Operands are in autocast's dtype already; a kernel that sums in fp32 must not be cast back.
-            with without_autocast(query_BHLD.device.type):
+            with torch.autocast(query_BHLD.device.type, enabled=False):
                 return backend.forward(query_BHLD, key_BGSD, value_BGSD, block)
         except torch.OutOfMemoryError:
             raise

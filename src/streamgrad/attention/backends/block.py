@@ -12,6 +12,7 @@ Shapes: B batch, H query heads, G key/value heads (H a multiple of G), L queries
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -48,6 +49,12 @@ class Block:
     def __post_init__(self) -> None:
         assert sum((self.causal, self.varlen is not None, self.mask is not None)) <= 1
         assert self.window is None or self.causal or self.varlen is not None
+
+    @cached_property
+    def traits(self) -> tuple[bool, ...]:
+        """Return all that decides, beside shapes, which kernels can compute the block."""
+        optional = self.window, self.varlen, self.mask, self.softcap
+        return self.causal, self.dropout > 0.0, *(part is not None for part in optional)
 
     @property
     def kind(self) -> str:
