@@ -35,6 +35,7 @@ from streamgrad.hf.deepspeed import check_head
 from streamgrad.hf.discover import names_in
 from streamgrad.hf.mask_checks import check_predictions
 from streamgrad.hf.no_logits import NoLogits
+from streamgrad.hf.passage import Passage
 from streamgrad.hf.patching import (
     InstalledForward,
     named_arguments,
@@ -60,19 +61,20 @@ class HeadStream:
 class LogitsPlaceholder(dict[str, Any]):
     """A stand-in for logits that are never made, which records as a `LogitMap` what is done to them.
 
-    It is a dict that holds the loss under its one key: engines that shard parameters (ZeRO-3, FSDP2) look for tensors in what a
-    module returns, and gather the head's weight again when the gradient of one arrives. They may put their own tensor there.
+    It is a dict that holds the loss's ticket (`hf.passage`) under its one key: engines that shard parameters (ZeRO-3, FSDP2) look
+    for tensors in what a module returns, and gather the head's weight again when the gradient of one arrives. They may put
+    their own tensor there.
     """
 
-    def __init__(self, loss: Tensor, logit_map: LogitMap | None = None) -> None:
-        super().__init__(loss=loss)
+    def __init__(self, ticket: Tensor, logit_map: LogitMap | None = None) -> None:
+        super().__init__(ticket=ticket)
         self.logit_map = logit_map or LogitMap()
 
     def mapped(self, logit_map: LogitMap) -> LogitsPlaceholder:
-        return LogitsPlaceholder(self["loss"], logit_map)
+        return LogitsPlaceholder(self["ticket"], logit_map)
 
     def __getitem__(self, key: Any) -> Tensor:
-        if key != "loss":
+        if key != "ticket":
             raise SeamError("its forward, or a hook, indexes logits that are never made while streaming")
         return super().__getitem__(key)
 
@@ -112,8 +114,8 @@ class LogitsPlaceholder(dict[str, Any]):
 
 register_pytree_node(
     LogitsPlaceholder,
-    lambda placeholder: ([placeholder["loss"]], placeholder.logit_map),
-    lambda losses, logit_map: LogitsPlaceholder(next(iter(losses)), logit_map),
+    lambda placeholder: ([placeholder["ticket"]], placeholder.logit_map),
+    lambda tickets, logit_map: LogitsPlaceholder(next(iter(tickets)), logit_map),
 )
 
 
@@ -267,6 +269,7 @@ class _HeadJob:
         self.is_linear = getattr(self.run, "__func__", None) is nn.Linear.forward
         self.items = arguments.get("num_items_in_batch")
         self.is_started = self.is_done = False
+        self.passage = Passage()
         ignore_index = arguments.get("ignore_index", -100)
         shifted = arguments.get("shift_labels")
         # Position t predicts token t + 1; the last position predicts nothing.
@@ -305,17 +308,24 @@ class _HeadJob:
             hidden_NE = flatten(hidden, hidden, self.targets)[0]
             total, count = summed_module_cross_entropy(self.head, self.run, hidden_NE, self.rows, self.logit_map)
         self.is_done = True
-        loss = mean_of(total, count) if items is None else total / items
-        self.dtype = loss.dtype
-        return LogitsPlaceholder(loss)
+        kind = hidden.device.type
+        self.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        return LogitsPlaceholder(self.passage.leave(mean_of(total, count) if items is None else total / items))
 
     def loss_function(self, logits: Any, *args: Any, **kwargs: Any) -> Tensor:
-        if type(logits) is dict and logits.keys() == {"loss"} and logits["loss"].dtype == self.dtype:
+        if type(logits) is dict and logits.keys() == {"ticket"}:
             # An engine that casts what modules return has copied the placeholder to a dict.
-            logits = LogitsPlaceholder(logits["loss"])
+            logits = LogitsPlaceholder(logits["ticket"])
         if not isinstance(logits, LogitsPlaceholder) or logits.logit_map != self.logit_map or not self.is_done:
             raise SeamError("its forward treats the logits differently from when it was enabled; enable it again")
-        return logits["loss"]
+        returned = logits["ticket"].dtype
+        if torch.promote_types(returned, self.dtype) != returned:
+            raise SeamError(
+                f"an engine rounds the logits, which are {self.dtype}, to {returned}, and they are never made while streaming; "
+                "leave out output_dtype of the head's MixedPrecisionPolicy, or let its param_dtype be the same"
+            )
+        (loss,) = self.passage.arrive(logits["ticket"])
+        return loss
 
 
 def refuse_backward_hooks(head: nn.Module) -> None:

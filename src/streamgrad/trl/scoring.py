@@ -26,6 +26,7 @@ from streamgrad.head.linear_head import LogitMap
 from streamgrad.head.token_scores import token_scores
 from streamgrad.hf.causal_lm import HeadStream, causal_lm_forward, check_labels, refuse_backward_hooks
 from streamgrad.hf.discover import unwrap
+from streamgrad.hf.passage import Passage
 from streamgrad.hf.patching import InstalledForward, named_arguments, temporary_attribute, warn_once
 from streamgrad.hf.sequence_slices import with_whole_mask
 from streamgrad.hf.shared_prefixes import SharedBatch, has_gaps, share_prefixes
@@ -96,7 +97,8 @@ def _scored(
         else:
             hidden_BTE = shared.hidden_states(model)
     scores = _scores(model, stream, hidden_BTE, scored)
-    scores = {name: score[:, :length] if shared is None else shared.unshared(score) for name, score in scores.items()}
+    # Not views, in which an engine's hooks would be lost.
+    scores = {name: score[:, :length].clone() if shared is None else shared.unshared(score) for name, score in scores.items()}
     mask = (targets_BT != _IGNORED)[:, :length].to(scores["log_probs"].device)
     count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     loss, balance = -scores["log_probs"].sum() / count, None
@@ -132,9 +134,10 @@ def _shared(model: Any, given: dict[str, Any], labels: Tensor) -> SharedBatch | 
 def _scores(model: Any, stream: ScoringStream, hidden_BTE: Tensor, targets_BT: Tensor) -> dict[str, Tensor]:
     """Return the scores, computed inside the head module's own call, where engines that shard weights have gathered them."""
     outer, head = model.get_output_embeddings(), _linear_head(model)
+    passage, names = Passage(), []
 
-    def forward(hidden_BTE: Tensor) -> dict[str, Tensor]:
-        return token_scores(
+    def forward(hidden_BTE: Tensor) -> Tensor:
+        scores = token_scores(
             hidden_BTE,
             head.weight,
             targets_BT,
@@ -145,14 +148,18 @@ def _scores(model: Any, stream: ScoringStream, hidden_BTE: Tensor, targets_BT: T
             chunk_size=stream.config.head_chunk_size,
             limit_bytes=stream.config.budget_bytes,
         )
+        names.extend(scores)
+        return passage.leave(*scores.values())
 
     # In a model split over devices, the last layer may be on another device than the head.
     hidden_BTE = hidden_BTE.to(head.weight.device)
     with temporary_attribute(head, "forward", forward):
         if not stream.in_float32:
-            return outer(hidden_BTE)
-        with torch.autocast(hidden_BTE.device.type, enabled=False):
-            return outer(hidden_BTE.float())
+            ticket = outer(hidden_BTE)
+        else:
+            with torch.autocast(hidden_BTE.device.type, enabled=False):
+                ticket = outer(hidden_BTE.float())
+    return dict(zip(names, passage.arrive(ticket), strict=True))
 
 
 def _linear_head(model: Any) -> nn.Linear:

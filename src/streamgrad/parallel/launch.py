@@ -1,0 +1,30 @@
+"""What a launcher was asked for, beside what Accelerate made of it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+_ENGINES = ("FSDP", "DEEPSPEED")
+_WITHOUT_ENGINE = ("NO", "MULTI_CPU")
+
+
+def check_launch(state: Any) -> None:
+    """Raise where Accelerate has silently left out what its launcher was asked for: the engine, or the other processes.
+
+    `state` is an `Accelerator` or a `PartialState`. On processors, whether for want of GPUs or by ACCELERATE_USE_CPU and
+    `use_cpu`, Accelerate knows DDP alone, whatever the configuration file says.
+    """
+    kind = state.distributed_type.value
+    for engine in _ENGINES:
+        if os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() == "true" and kind in _WITHOUT_ENGINE:
+            raise ValueError(
+                f"the launcher was asked for {engine}, which Accelerate runs on GPUs only, but torch sees none or was told to use "
+                "the CPU (ACCELERATE_USE_CPU, --use_cpu). To train with DDP on CPUs, launch with torchrun and say use_cpu; to "
+                f"train with {engine}, leave it out."
+            )
+    if int(os.environ.get("WORLD_SIZE", "1")) > state.num_processes:
+        raise ValueError(
+            f"{os.environ['WORLD_SIZE']} processes were started, but Accelerate found no GPU, so each would train alone. Pass "
+            "--use_cpu, or set ACCELERATE_USE_CPU=true, to train together on CPUs."
+        )
