@@ -9,7 +9,6 @@ that matter for streamgrad are marked.
 from __future__ import annotations
 
 import argparse
-import os
 
 import torch
 from accelerate import Accelerator
@@ -17,7 +16,7 @@ from accelerate.utils import DistributedType
 from transformers import AutoModelForCausalLM
 
 import streamgrad
-from streamgrad.parallel import make_zero3_leaves
+from streamgrad.parallel import check_launch, make_zero3_leaves
 
 GLOBAL_BATCH = 4
 
@@ -32,10 +31,7 @@ def main() -> None:
     options = parser.parse_args()
 
     accelerator = Accelerator()
-    if accelerator.num_processes < int(os.environ.get("WORLD_SIZE", "1")):
-        raise SystemExit(
-            "Accelerate has found no GPUs and would train a copy in each process; on processors, set ACCELERATE_USE_CPU=true"
-        )
+    check_launch(accelerator)  # <- without GPUs, Accelerate would leave out the engine and say nothing
     if GLOBAL_BATCH % accelerator.num_processes:
         raise SystemExit(f"{accelerator.num_processes} processes cannot share a batch of {GLOBAL_BATCH} evenly.")
     accelerator.print(f"{accelerator.num_processes} processes, {accelerator.distributed_type.value}")

@@ -8,13 +8,14 @@ It trains on random tokens; put your own data in their place. The lines that mat
 from __future__ import annotations
 
 import argparse
+import os
 
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
 import streamgrad
-from streamgrad.parallel import make_zero3_leaves
+from streamgrad.parallel import check_launch, make_zero3_leaves
 
 
 def main() -> None:
@@ -36,11 +37,13 @@ def main() -> None:
         learning_rate=options.learning_rate,
         lr_scheduler_type="constant",
         max_grad_norm=options.clipping,
+        bf16=os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16",  # as in the configuration: both have to say it
         logging_steps=1,
         report_to="none",
         save_strategy="no",
         dataloader_pin_memory=False,
     )
+    check_launch(settings.distributed_state)  # <- without GPUs, Accelerate would leave out the engine and say nothing
     model = AutoModelForCausalLM.from_pretrained(options.model, attn_implementation="sdpa")
     streamgrad.enable(model, chunk_size=options.chunk_size)  # <- it finds the ranks that share a sequence
     make_zero3_leaves(model)  # <- before the Trainer's engine is made

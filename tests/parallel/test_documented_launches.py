@@ -115,7 +115,8 @@ def test_an_example_trains(name, start, tmp_path):
 @pytest.mark.parametrize("name", ["torchrun streamgrad sft", "zero3 streamgrad dpo"])
 def test_train_trains(name, tmp_path):
     cpu = ["--use_cpu", "true" if name.startswith("torchrun") else "false"]
-    options = ["--output_dir", tmp_path, "--max_steps", 2, "--max_length", 65, "--chunk_size", 16, "--max_grad_norm", 1.0, *cpu]
+    # In bf16, TRL's default: `train` without a model would choose fp32, and the configuration says bf16.
+    options = ["--output_dir", tmp_path, "--max_steps", 2, "--max_length", 65, "--chunk_size", 16, "--bf16", "true", *cpu]
     words = [word for word in documented()[name] if word != "Qwen/Qwen3-0.6B"]
     done = started(words, tmp_path, *options)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -139,7 +140,7 @@ def test_an_engine_on_processors_is_refused(config, start, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["example", str(start), "--length", "8"])
     PartialState._reset_state()
     AcceleratorState._reset_state(True)
-    with pytest.raises(ValueError, match=f"asked for {engine}, .* ACCELERATE_USE_CPU"):
+    with pytest.raises(ValueError, match=f"asked for {engine}, .*ACCELERATE_USE_CPU"):
         runpy.run_path(str(EXAMPLE), run_name="__main__")
     PartialState._reset_state()
     AcceleratorState._reset_state(True)

@@ -56,7 +56,7 @@ def check_run(launcher: list, start: Path, plain: Reference, output: Path, says:
     ("config", "engine"),
     [
         pytest.param("ddp", "MULTI_CPU", marks=more),
-        ("fsdp2", "FSDP"),
+        pytest.param("fsdp2", "FSDP", marks=more),  # started as documented in test_documented_launches.py
         pytest.param("zero2", "DEEPSPEED", marks=more),
         ("zero3", "DEEPSPEED"),
     ],

@@ -19,8 +19,8 @@ def check_launch(state: Any) -> None:
     for engine in _ENGINES:
         if os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() == "true" and kind in _WITHOUT_ENGINE:
             raise ValueError(
-                f"the launcher was asked for {engine}, which Accelerate runs on GPUs only, but torch sees none or was told to use "
-                "the CPU (ACCELERATE_USE_CPU, --use_cpu). To train with DDP on CPUs, launch with torchrun and say use_cpu; to "
+                f"the launcher was asked for {engine}, which Accelerate runs on GPUs only, but torch sees none, or was told to "
+                "use the CPU (ACCELERATE_USE_CPU, --use_cpu). To train with DDP on CPUs, launch with torchrun and say so; to "
                 f"train with {engine}, leave it out."
             )
     if int(os.environ.get("WORLD_SIZE", "1")) > state.num_processes:

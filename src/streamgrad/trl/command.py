@@ -16,7 +16,6 @@ from typing import Any
 import datasets
 import torch
 import yaml  # type: ignore[import-untyped]
-from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from datasets import load_dataset
 from datasets.exceptions import DatasetGenerationError
 from transformers.utils.logging import disable_progress_bar
@@ -42,6 +41,7 @@ from trl.scripts.rloo import RLOOScriptArguments
 from streamgrad.config import ATTENTION_BACKENDS, FUSED_KERNEL_MODES, KEEP_POLICIES, OFFLOAD_PLACES, StreamConfig, parse_count
 from streamgrad.hf.configs import check_causal, short_reason, stored_config
 from streamgrad.hf.presets import check_stored, may_be_on_hub, preset_names
+from streamgrad.parallel import check_launch
 from streamgrad.trl.checkpoints import checkpoint_to_resume, last_checkpoint, named_if_it_fails
 from streamgrad.trl.extra_inputs import rewards, teacher
 from streamgrad.trl.trainers import (
@@ -181,7 +181,7 @@ class Command:
         _check_counts(options)
         _check_finite(options)
         _check_steps(training)
-        _check_launch(training)
+        check_launch(training.distributed_state)
         training.resume_from_checkpoint = checkpoint_to_resume(
             training.resume_from_checkpoint, training.output_dir, training.world_size
         )
@@ -259,23 +259,6 @@ def _check_steps(training: Any) -> None:
     if not isinstance(training.model_init_kwargs or {}, dict):
         raise ValueError(
             f'model_init_kwargs={training.model_init_kwargs!r} must be a JSON object, such as \'{{"dtype": "float32"}}\'.'
-        )
-
-
-def _check_launch(training: Any) -> None:
-    """Raise where Accelerate, having found no GPU, would silently leave out what its launcher was asked for."""
-    started, state = int(os.environ.get("WORLD_SIZE", "1")), training.distributed_state
-    for engine in ("FSDP", "DEEPSPEED"):
-        asked = os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() == "true"
-        if asked and state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
-            raise ValueError(
-                f"the launcher was asked for {engine}, which Accelerate runs on GPUs only, but torch sees none. To train with "
-                "DDP on CPUs, launch with torchrun and pass --use_cpu."
-            )
-    if started > state.num_processes:
-        raise ValueError(
-            f"{started} processes were started, but Accelerate found no GPU, so each would train alone. Pass --use_cpu to train "
-            "together on CPUs."
         )
 
 

@@ -14,6 +14,8 @@ from transformers import TrainerCallback
 from trl import SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from streamgrad.parallel import check_launch
+
 # Arguments with one entry per token, which are cut together with the sequence.
 _PER_TOKEN = ("input_ids", "labels", "position_ids", "attention_mask")
 
@@ -48,7 +50,11 @@ class WholeEpochs(TrainerCallback):
 
 
 def prepare_shared_sequences(trainer: Any) -> None:
-    """Prepare `trainer` for `sp_size` > 1 if it was launched with that; raise if it is not an SFT trainer."""
+    """Prepare `trainer` for `sp_size` > 1 if it was launched with that; raise if it is not an SFT trainer.
+
+    Raise also where Accelerate has left out the engine that the launcher was asked for.
+    """
+    check_launch(trainer.accelerator)
     parallelism = trainer.accelerator.parallelism_config
     if parallelism is None or not parallelism.sp_enabled:
         return
