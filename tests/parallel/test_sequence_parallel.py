@@ -7,11 +7,12 @@ import torch
 import torch.distributed as dist
 
 from engine_worker import Reference, launch
-from gradients import assert_same_step
+from gradients import assert_same_step, more
 from sequence_worker import (
     ENGINES,
     Case,
     on_four_ranks,
+    on_more_ranks,
     on_two_ranks,
     plain_step,
     plain_training,
@@ -51,6 +52,16 @@ FOUR_RANKS = [
     Case(ranks=4, chunk_size=2, keep="attention"),
     Case(ranks=4, chunk_size=4, keep="all"),
     Case("mistral", kind="packed", ranks=4, chunk_size=4),
+    # Fewer key heads than ranks.
+    *(Case(ranks=4, key_heads=1, chunk_size=4, keep=keep) for keep in ("input", "attention", "all")),
+    Case(ranks=4, key_heads=2, chunk_size=4),
+    Case("mistral", ranks=4, key_heads=1, kind="packed", chunk_size=4),
+    Case(ranks=4, key_heads=2, kind="padded", chunk_size=4, lora=True),
+]
+EIGHT_RANKS = [
+    *(Case(ranks=8, key_heads=heads, length=48, chunk_size=4) for heads in (1, 2, 4)),
+    Case("gpt_oss", ranks=8, key_heads=2, length=48, kind="padded", chunk_size=4, keep="attention"),
+    Case("mistral", ranks=8, key_heads=4, length=48, kind="packed", chunk_size=4, keep="all"),
 ]
 
 
@@ -60,7 +71,8 @@ def exchanged(case: Case) -> tuple[int, int]:
     In a layer, by what it keeps: q, k, v, out; k, v again and q, out again; dout, dq, dk, dv. Around the layers: ids, hidden
     states and their gradient.
     """
-    heads, groups, size, width, layers = 4, 4 if case.ranks == 4 else 2, 8, 24, 2
+    heads = 8 if case.ranks == 8 else 4
+    groups, size, width, layers = max(case.ranks, 2), 8, 24, 2  # copies of key heads, where there are fewer than ranks
     times_heads, times_groups = {"input": (6, 6), "attention": (6, 4), "all": (4, 4)}[case.keep]
     tokens = 2 * case.length // case.ranks
     chunks = -(-case.length // case.ranks // case.chunk_size)
@@ -87,7 +99,7 @@ def check_steps(subtests, cases: list[Case], ranks: list[dict]) -> None:
                 assert_same_step(outcome.step, expected, 1e-10)
                 if "budgets" in case.options:
                     assert outcome.kept == ["attention", "all"], "ranks with more memory must go by those with less"
-                if case.family == "qwen3" and case.kind == "plain" and not case.lora and case.chunk_size != "auto":
+                if case.family == "qwen3" and case.kind == "plain" and not case.lora and isinstance(case.chunk_size, int):
                     assert outcome.exchanged == exchanged(case)
 
 
@@ -97,6 +109,12 @@ def test_steps_of_two_ranks(subtests, two_ranks):
 
 def test_steps_of_four_ranks(subtests, four_ranks):
     check_steps(subtests, FOUR_RANKS, four_ranks)
+
+
+@more
+def test_steps_of_eight_ranks(subtests):
+    """With eight query heads and fewer key heads, as Qwen3 and Llama have on more ranks than key heads."""
+    check_steps(subtests, EIGHT_RANKS, launch(on_more_ranks, EIGHT_RANKS, world_size=8))
 
 
 def test_memory_falls_with_the_number_of_ranks(four_ranks):
@@ -126,7 +144,7 @@ def test_other_calls(two_ranks):
 def test_refusals(subtests, two_ranks):
     said = two_ranks[0]["refusals"]
     for name, needles in {
-        "heads": ["4 attention heads and 1 key/value heads", "2 ranks"],
+        "heads": ["3 attention heads cannot be shared by 2 ranks", "Ring attention"],
         "labels": ["shift_labels"],
         "dense mask": ["attention_mask other than (batch, tokens)", "position_ids that restart"],
         "boundaries": ["cu_seq_lens_q cannot be passed"],

@@ -36,11 +36,13 @@ class Case:
     balance: bool = False
     scored: bool = False  # as TRL's trainers call a model
     ranks: int = 2
+    key_heads: int | None = None  # as many as ranks, or 2
     options: dict[str, Any] = field(default_factory=dict)
 
     def model(self) -> nn.Module:
-        every_head = self.ranks == 4 or self.family == "deepseek_v3"  # whose keys are made for each
-        model = tiny_model(self.family, num_key_value_heads=4 if every_head else 2)
+        every_head = self.ranks >= 4 or self.family == "deepseek_v3"  # whose keys are made for each
+        heads = {"num_attention_heads": 8} if self.ranks == 8 else {}
+        model = tiny_model(self.family, num_key_value_heads=self.key_heads or (4 if every_head else 2), **heads)
         if self.balance:
             model.config.output_router_logits = True
             model.config.router_aux_loss_coef = model.router_aux_loss_coef = 0.5
@@ -156,6 +158,10 @@ def on_four_ranks(cases: list[Case]) -> dict[str, Any]:
         "live bytes": live_bytes(),
         "training": {name: train(name) for name in ENGINES},
     }
+
+
+def on_more_ranks(cases: list[Case]) -> dict[str, Any]:
+    return {"steps": [run_case(case) for case in cases]}
 
 
 # --- memory ------------------------------------------------------------------------------------------------------------
@@ -278,7 +284,7 @@ def refusals() -> dict[str, str]:
     scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     dynamic = tiny_model("llama", rope_parameters=scaling)
     dynamic = sequence_parallel(streamgrad.enable(dynamic, chunk_size=4), group)
-    few_heads = streamgrad.enable(tiny_model("llama", num_key_value_heads=1))
+    few_heads = streamgrad.enable(tiny_model("llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=24))
     with torch.no_grad():
         cache = streamgrad.disable(copy.deepcopy(model))(input_ids=ids, use_cache=True).past_key_values
     return {

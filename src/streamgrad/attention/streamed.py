@@ -137,6 +137,7 @@ class _StreamedAttention(Function):
             if chunk.keep_attention and pieces[0].block.dropout == 0.0:
                 chunk.kept = done
         ctx.backends, ctx.sharing, ctx.span, ctx.pieces = chunk.backends, chunk.sharing, chunk.span, pieces
+        ctx.key_heads = key_BGLD.shape[1]
         # A chunk that is the whole sequence reads only its own keys. Its graph may be kept and run backward more than once, so
         # autograd saves them, and each backward pass sums gradients in a stream of its own.
         ctx.stream = None if chunk.is_whole else chunk.stream
@@ -173,8 +174,9 @@ class _StreamedAttention(Function):
             weight_BHL = (sink_H.to(lse_BHL.dtype)[None, :, None] - lse_BHL).exp()
             delta_BHL = (dout_BHLD.to(lse_BHL.dtype) * out_BHLD.to(lse_BHL.dtype)).sum(dim=-1)
             dsink_H = -(weight_BHL * delta_BHL).sum(dim=(0, 2)).to(sink_H.dtype)
-        inputs = dquery_BHLD.to(query_BHLD.dtype), dkey_BGLD, dvalue_BGLD
-        return None, None, *map(ctx.sharing.to_tokens, inputs), dsink_H
+        dquery_BHLD = ctx.sharing.to_tokens(dquery_BHLD.to(query_BHLD.dtype))
+        keys = (ctx.sharing.keys_to_tokens(gradient, ctx.key_heads) for gradient in (dkey_BGLD, dvalue_BGLD))
+        return None, None, dquery_BHLD, *keys, dsink_H
 
 
 def _deposit(stream: KeyValueStream, start: int, pieces: list[KeyGradient]) -> None:

@@ -170,7 +170,7 @@ class Chunk:
         self.attention_calls += 1
         self.own = key_BGLD, value_BGLD
         if not self.in_backward or self.span[1] > self.stream.written:
-            to_heads = self.sharing.to_heads
+            to_heads = self.sharing.keys_to_heads
             self.stream.write(*self.span, to_heads(key_BGLD.detach()), to_heads(value_BGLD.detach()))
         self._stop_if_all_is_written()
 

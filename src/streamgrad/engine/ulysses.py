@@ -10,6 +10,9 @@ chunk at the same time. Around attention, and nowhere else, ranks trade tokens f
     to_heads:   (B, H, L, D), my tokens of all heads   ->  (B, H/P, P L, D), all tokens of my heads
     to_tokens:  the inverse, which is also the transpose: each is the other's backward pass
 
+P divides the query heads. Where it does not divide the G key heads, each is copied before the exchange, so often that every rank
+gets those of its queries: P / gcd(P, G) times. The gradients of the copies are summed after their exchange.
+
 A model is called in *slice order*, with tokens `[r T, (r + 1) T)` on rank r. `to_chunk_order` and `to_slice_order` convert.
 
 Known limits: communication does not overlap with computation.
@@ -19,6 +22,7 @@ Shapes: B batch, H heads, T tokens of this rank, L tokens of a chunk, S tokens o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -27,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from streamgrad.ops.accumulate import accumulator_dtype
 from streamgrad.ops.autograd import first_order_only
 
 
@@ -41,6 +46,14 @@ class SequenceSharing:
 
     def to_tokens(self, tensor_BHSD: Tensor) -> Tensor:
         return tensor_BHSD
+
+    def keys_to_heads(self, tensor_BGLD: Tensor) -> Tensor:
+        """Return `to_heads` of keys or values: all tokens of the heads that this rank's queries attend to."""
+        return tensor_BGLD
+
+    def keys_to_tokens(self, gradient_BGSD: Tensor, heads: int) -> Tensor:
+        """Return the gradient of keys or values with `heads` heads from those that `keys_to_heads` has made of them."""
+        return gradient_BGSD
 
     def own_heads(self, tensor_H: Tensor) -> Tensor:
         """Return the entries of the heads that this rank attends with."""
@@ -74,6 +87,20 @@ class Ulysses(SequenceSharing):
 
     def to_tokens(self, tensor_BHSD: Tensor) -> Tensor:
         return self._swapped(tensor_BHSD.split(self.ranks * self.chunk_size, dim=2), 2, 1)
+
+    def keys_to_heads(self, tensor_BGLD: Tensor) -> Tensor:
+        copies = self._copies(tensor_BGLD.shape[1])
+        return self.to_heads(tensor_BGLD if copies == 1 else tensor_BGLD.repeat_interleave(copies, dim=1))
+
+    def keys_to_tokens(self, gradient_BGSD: Tensor, heads: int) -> Tensor:
+        parts_BHLD = self.to_tokens(gradient_BGSD)
+        if (copies := self._copies(heads)) == 1:
+            return parts_BHLD
+        total_BGLD = parts_BHLD.unflatten(1, (heads, copies)).sum(dim=2, dtype=accumulator_dtype(parts_BHLD.dtype))
+        return total_BGLD.to(parts_BHLD.dtype)
+
+    def _copies(self, key_heads: int) -> int:
+        return self.ranks // math.gcd(self.ranks, key_heads)
 
     def _swapped(self, chunks: Sequence[Tensor], cut: int, join: int) -> Tensor:
         """Cut axis `cut` of each chunk into P pieces, send piece r to rank r, and join the received pieces along axis `join`.

@@ -90,14 +90,14 @@ def with_whole_mask(model: Any, arguments: dict[str, Any]) -> dict[str, Any] | N
 
 
 def check_heads(config: Any, ranks: int) -> None:
-    """Raise unless `ranks` divides the numbers of heads: ranks that share a sequence share its heads as well."""
+    """Raise unless `ranks` divides the numbers of query heads: ranks that share a sequence share its heads as well."""
     for each in layer_configs(config.get_text_config(decoder=True)):
         heads = each.num_attention_heads
-        groups = getattr(each, "num_key_value_heads", None) or heads
-        if heads % ranks or groups % ranks:
+        if heads % ranks:
             raise ValueError(
-                f"{heads} attention heads and {groups} key/value heads cannot be shared by {ranks} ranks: each rank needs an "
-                f"equal number of both. Choose a number of ranks that divides {heads} and {groups}."
+                f"{heads} attention heads cannot be shared by {ranks} ranks: each rank needs an equal number of them. Choose a "
+                f"number of ranks that divides {heads}; that of the key/value heads need not be divisible. Ring attention, "
+                "by which more ranks than heads could share a sequence, is not implemented."
             )
 
 
