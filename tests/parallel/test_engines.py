@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 
 import streamgrad
-from engine_worker import CHUNKS, Case, batches_of, build, check_cases, launch, plain_backprop, run_cases
+from engine_worker import CHUNKS, Case, Reference, batches_of, build, check_cases, launch, plain_backprop, run_cases
 from families import LAYERS_TAKE_STATES_UP
 from gradients import more, total_gradient_error
 
@@ -76,6 +78,16 @@ def test_sharding_inside_a_layer_is_refused():
     inside, first_version = launch(shard_badly)[0]
     assert "apply it to Qwen3DecoderLayer as a whole" in inside
     assert "use FSDP2" in first_version
+
+
+@more
+def test_hsdp():
+    """Two replicas of two shards each: the parameters of plain backpropagation, the collectives of checkpointing."""
+    cases = [Case("fsdp2", chunks=chunks, options={"hsdp": True}) for chunks in (None, 4)]
+    reference = Reference.of(functools.partial(plain_backprop, "full", 4, 1))
+    for stock, streamed in launch(run_cases, cases, world_size=4):
+        reference.check(streamed.parameters)
+        assert streamed.traffic() == stock.traffic()
 
 
 @more

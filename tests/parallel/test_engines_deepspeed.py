@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import deepspeed
 import pytest
+from deepspeed.module_inject.layers import LinearLayer
 
 import streamgrad
 from engine_worker import CHUNKS, Case, Zero, batches_of, build, check_cases, launch, prepare_deepspeed
@@ -82,3 +83,12 @@ def test_leaves_are_the_decoder_layers():
     model = make_zero3_leaves(build("lora"))
     leaves = deepspeed.utils.get_z3_leaf_modules(model)
     assert leaves == list(model.get_base_model().model.layers)
+
+
+def test_tensor_parallelism_of_deepspeed_is_refused_by_name():
+    """AutoTP puts its own linear maps, with a collective in each call, in the place of a layer's."""
+    model = build("full")
+    layer = model.model.layers[0]
+    layer.mlp.up_proj = LinearLayer(layer.mlp.up_proj, mp_group=None, skip_partition=True)
+    with pytest.raises(ValueError, match=r"mlp.up_proj is DeepSpeed's LinearLayer: AutoTP .* \(sp_size\)"):
+        streamgrad.enable(model, chunk_size=8)(**batches_of(0, 0, 1)[0])

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import ParallelismConfig
+from accelerate.state import AcceleratorState
 
+import streamgrad
 from engine_worker import Reference, launch
 from gradients import assert_same_step, more
 from sequence_worker import (
@@ -22,6 +25,7 @@ from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.ulysses import Ulysses
 from streamgrad.hf.sequence_slices import Slices
 from streamgrad.parallel import sequence_loss
+from tiny import tiny_model, tokens
 
 TWO_RANKS = [
     *(Case(chunk_size=size) for size in (1, 5, 12)),  # 5: a last chunk of 2 tokens
@@ -145,6 +149,7 @@ def test_refusals(subtests, two_ranks):
     said = two_ranks[0]["refusals"]
     for name, needles in {
         "heads": ["3 attention heads cannot be shared by 2 ranks", "Ring attention"],
+        "empty": ["every rank's slice of input_ids has shape (1, 0)", "at least one token"],
         "labels": ["shift_labels"],
         "dense mask": ["attention_mask other than (batch, tokens)", "position_ids that restart"],
         "boundaries": ["cu_seq_lens_q cannot be passed"],
@@ -180,6 +185,14 @@ def test_an_unknown_rule_of_a_mask_is_refused():
     mask = CausalMask(lambda batch, head, query, key: key % 2 == 0, has_other_rule=True)
     with pytest.raises(SeamError, match="besides windows and documents"):
         Slices(None, {}, None, None).mask(mask)
+
+
+def test_context_parallelism_of_accelerate_is_refused(monkeypatch):
+    """Its batches are slices for an attention that is not called."""
+    monkeypatch.setitem(AcceleratorState._shared_state, "parallelism_config", ParallelismConfig(cp_size=2))
+    model, ids = streamgrad.enable(tiny_model("llama"), chunk_size=4), tokens(1, 8)
+    with pytest.raises(ValueError, match="cp_size=2 cuts sequences .* Set sp_size"):
+        model(input_ids=ids, labels=ids)
 
 
 @pytest.fixture

@@ -62,6 +62,7 @@ PRIVATE = {
     "transformers/utils/output_capturing.py": "_hidden_states_layers",
     "an adapter": "_active_adapter _disable_adapters",
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": "_SEQUENCE_PARALLEL_GROUP",
+    "accelerate.state.AcceleratorState": "_shared_state",
 }
 
 # Names without an underscore that are no more promised than those. (What is imported, or read from a module, is found by itself.)
@@ -84,7 +85,7 @@ UNDOCUMENTED = {
     "trl/trainer/rloo_trainer.py": "add_fused_lm_head router_aux_loss_coef",
     "trl.trainer.utils.FusedCausalLMOutput": "log_probs entropy log_sum_sq_probs mean_logits is_top1 label_mask loss",
     "accelerate/accelerator.py": "parallelism_config",
-    "accelerate/parallelism_config.py": "sp_enabled sp_size",
+    "accelerate/parallelism_config.py": "cp_size sp_enabled sp_size",
     "deepspeed/runtime/sequence_parallel/ulysses_sp.py": "micro_batches refill",
     "transformers.models.llama.modeling_llama": """
         ALL_ATTENTION_FUNCTIONS apply_rotary_pos_emb eager_attention_forward rotate_half

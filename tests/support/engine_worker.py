@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -189,6 +190,8 @@ class Fsdp2(Ddp):
     def __init__(self, model: nn.Module, case: Case) -> None:
         self.model = model
         options = dict(case.options)
+        if options.pop("hsdp", False):
+            options["mesh"] = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))
         units = [*base_of(model).model.layers, *([base_of(model).lm_head] if options.pop("head_too", False) else [])]
         for unit in units:
             fully_shard(unit, **options)

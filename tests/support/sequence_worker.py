@@ -289,6 +289,7 @@ def refusals() -> dict[str, str]:
         cache = streamgrad.disable(copy.deepcopy(model))(input_ids=ids, use_cache=True).past_key_values
     return {
         "heads": message(sequence_parallel, few_heads, group),
+        "empty": message(model, input_ids=ids[:, :0]),
         "labels": message(model, input_ids=ids, labels=ids),
         "dense mask": message(model, input_ids=ids, attention_mask=torch.ones(1, 1, 8, 8, dtype=torch.bool)),
         "boundaries": message(model, input_ids=ids, position_ids=torch.arange(8)[None], cu_seq_lens_q=ends, cu_seq_lens_k=ends),

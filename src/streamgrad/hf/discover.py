@@ -225,6 +225,11 @@ def _class_refusal(kind: type) -> str | None:
         return "its layers are wrapped by FullyShardedDataParallel, which gathers at every call; use FSDP2 (fully_shard)"
     if issubclass(kind, FSDPModule):
         return "fully_shard was applied to modules inside {layer}; apply it to {layer} as a whole"
+    if any(base.__module__ == "deepspeed.module_inject.layers" for base in kind.__mro__):
+        return (
+            f"{{place}} is DeepSpeed's {kind.__name__}: AutoTP (autotp_size) has cut it for tensor parallelism, whose sums over "
+            "ranks would be taken in every chunk; leave autotp_size out, and share sequences between the ranks (sp_size)"
+        )
     return None
 
 

@@ -11,6 +11,7 @@ Shapes: B batch, T tokens of the whole sequence (of a slice in `sharing.position
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,7 @@ def sequence_group(decoder: Any, given: SequenceGroup | None) -> dist.ProcessGro
     They are `given`, or else the group of DeepSpeed's own Ulysses (Accelerate's `sp_size`), whose attention function is not
     called while streaming. Ranks share sequences in training mode only, as with DeepSpeed: evaluation has whole sequences.
     """
+    _refuse_context_parallel()
     if not decoder.training:
         if given is not None and torch.is_grad_enabled():
             raise ValueError(
@@ -62,6 +64,18 @@ def sequence_group(decoder: Any, given: SequenceGroup | None) -> dist.ProcessGro
         return None
     group = ulysses_group() if given is None else given.group
     return None if group is None or dist.get_world_size(group) == 1 else group
+
+
+def _refuse_context_parallel() -> None:
+    """Raise under Accelerate's `cp_size`, which cuts batches for torch's own ring attention."""
+    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    parallelism = None if state is None else state._shared_state.get("parallelism_config")
+    if parallelism is not None and parallelism.cp_size > 1:
+        raise ValueError(
+            f"cp_size={parallelism.cp_size} cuts sequences for torch's context_parallel, whose attention is not called while "
+            "streaming. Set sp_size in its place (examples/accelerate_configs/ulysses.yaml), by which ranks share sequences "
+            "that are streamed."
+        )
 
 
 def shared_sequence_group(model: Any) -> dist.ProcessGroup | None:
@@ -158,6 +172,11 @@ class Slices(WholeSequences):
         sharing = Ulysses(group, length, planner.chunk_size(batch, length), tokens.device)
         check_heads(decoder.config, sharing.ranks)
         _check_agreement(sharing, batch, decoder, arguments, planner)
+        if batch * length == 0:
+            raise ValueError(
+                f"every rank's slice of {name} has shape {tuple(tokens.shape[:2])}, so the sequence has no tokens. Pass each of "
+                f"the {sharing.ranks} ranks at least one token, padded at the sequence's end with labels of -100."
+            )
         in_chunk_order = arguments | {name: sharing.to_chunk_order(tokens)}
         documents_BT = padding_BT = None
         if positions is None:
