@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from streamgrad.head.token_scores import token_logprobs
     from streamgrad.head.topk import linear_topk, linear_topk_divergence
     from streamgrad.hf.estimate import estimate
+    from streamgrad.hf.in_backward import optimizer_in_backward
     from streamgrad.hf.shared_prefixes import share_prefixes
 
 __version__ = "0.2.0"
@@ -25,6 +26,7 @@ __all__ = [
     "linear_divergence",
     "linear_topk",
     "linear_topk_divergence",
+    "optimizer_in_backward",
     "share_prefixes",
     "token_logprobs",
 ]
@@ -41,6 +43,7 @@ _HOMES = {
     "share_prefixes": "hf.shared_prefixes",
     "linear_topk": "head.topk",
     "linear_topk_divergence": "head.topk",
+    "optimizer_in_backward": "hf.in_backward",
     "token_logprobs": "head.token_scores",
 }
 

@@ -266,3 +266,53 @@ def test_router_logits_are_counted():
     (before, plan), (used, with_logits) = counts
     one = 2 * ids.numel() * 24 * 4
     assert one <= used - before <= with_logits.peak_bytes - plan.peak_bytes <= 2 * one
+
+
+# --- Gradients that are freed in backward -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whose", ["ours", "another's"])
+def test_gradients_that_hooks_free_are_not_counted(whose):
+    """A budget without room for all gradients: refused with an ordinary optimizer, and kept to, counted, with hooks."""
+    model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=8, hidden_size=64, intermediate_size=256)
+    weights, ids = sum(parameter.nbytes for parameter in model.parameters()), tokens(1, 32)
+    budget = 1.5 * weights
+    streamgrad.enable(model, memory_budget=int(budget), chunk_size=16, head_chunk_size=16)
+    with pytest.raises(ValueError, match="cannot hold 1 x 32 tokens"):
+        model(input_ids=ids, labels=ids)
+    if whose == "ours":
+        optimizer = streamgrad.optimizer_in_backward(model, torch.optim.SGD, lr=1e-3)
+    else:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    for is_first in (True, False):  # in the first one layers are also tried
+        used, plan = counted_step(model, ids)
+        assert is_first or used <= budget, f"{used / weights:.2f} of the weights: {plan}"
+        if whose == "ours":
+            optimizer.step()
+    assert InstalledForward.on(model.model).stream.planner.hooks_free is (None if whose == "ours" else True)
+
+
+def test_hooks_that_leave_gradients_are_noticed():
+    """The first step is planned as if gradients stayed, where that fits; later ones by what was seen."""
+    model, ids = tiny_model("llama", dtype=torch.float32), tokens(1, 8)
+    streamgrad.enable(model, memory_budget="1GiB")
+    _, plain = counted_step(model, ids)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+    plans = [counted_step(model, ids)[1] for _ in range(2)]
+    assert InstalledForward.on(model.model).stream.planner.hooks_free is False
+    assert all(plan.peak_bytes == plain.peak_bytes for plan in plans)
+
+
+def test_states_that_the_first_update_makes_are_counted():
+    """AdamW's two states of every parameter: in the first step they come one by one, in later ones they are there."""
+    model, ids = tiny_model("llama", dtype=torch.float32, hidden_size=64, intermediate_size=256), tokens(1, 32)
+    optimizer = streamgrad.optimizer_in_backward(model, torch.optim.AdamW, lr=1e-3)
+    streamgrad.enable(model, memory_budget="1GiB", keep="input", chunk_size=16)
+    plans = []
+    for _ in range(2):
+        plans.append(counted_step(model, ids)[1].peak_bytes)
+        optimizer.step()
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert 3 * weights < plans[0] <= plans[1]

@@ -41,6 +41,7 @@ PRIVATE = {
     "torch.nn.modules.module": """
         _global_backward_hooks _global_backward_pre_hooks _global_forward_hooks _global_forward_pre_hooks _has_any_global_hook
     """,
+    "torch.nn.utils.clip_grad": "_clip_grads_with_norm_",
     "torch.nn.utils.parametrize": "_cache_enabled",
     "torch.ops.aten": """
         _flash_attention_backward _flash_attention_forward _grouped_mm _unsafe_view
@@ -61,6 +62,8 @@ PRIVATE = {
     "transformers.utils.output_capturing": "_active_collector",
     "transformers/utils/output_capturing.py": "_hidden_states_layers",
     "an adapter": "_active_adapter _disable_adapters",
+    "accelerate.state.GradientState": "_shared_state",
+    "accelerate/state.py": "_mixed_precision",
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": "_SEQUENCE_PARALLEL_GROUP",
     "accelerate.state.AcceleratorState": "_shared_state",
 }

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from streamgrad.engine.module_walk import modules_of, parameters_of
 from streamgrad.engine.policy import LayerPolicy
 from streamgrad.engine.ulysses import SequenceSharing
 from streamgrad.hf.discover import decoder_layers
+from streamgrad.hf.in_backward import updates_of
 from streamgrad.hf.patching import InstalledForward, temporary_attribute
 from streamgrad.hf.quantized import bytes_of
 from streamgrad.memory.costs import LayerCosts
@@ -92,6 +94,8 @@ class Planner:
         self._shape_with_segments: torch.Size | None = None
         self._costs: dict[tuple[Any, ...], LayerCosts] = {}
         self._shortages = 0  # how often memory ran out in spite of a plan
+        # Whether hooks of others on parameters free the gradients, as far as has been seen.
+        self.hooks_free: bool | None = None
         self._latest_step: tuple[StepFacts, int, Choices, Budget] | None = None
 
     def note_shortage(self) -> str:
@@ -165,10 +169,13 @@ class Planner:
         """Return the fastest plan that fits the memory there is now; raise `ValueError` where the user's own limit is too low."""
         batch, sequence = call.h_BTE.shape[:2]
         resident, budget = self._memory_now(call)
-        facts = _step_facts(call, costs, resident, budget)
         choices = self._choices(call)
-        self._latest_step = facts, sequence, choices, budget
-        plan, fits = choose_plan(facts.at(sequence), choices, _lowered(budget, facts.resident_bytes, self._shortages))
+        for hooks_free in self._possible_frees(call):
+            facts = _step_facts(call, costs, resident, budget, hooks_free=hooks_free)
+            self._latest_step = facts, sequence, choices, budget
+            plan, fits = choose_plan(facts.at(sequence), choices, _lowered(budget, facts.resident_bytes, self._shortages))
+            if fits:
+                break
         if not fits:
             self._refuse(facts, sequence, plan, choices, budget)
         if self.latest is None or plan.policies != self.latest.policies:
@@ -178,6 +185,19 @@ class Planner:
             self._shape_with_segments = call.h_BTE.shape
         self.latest = plan
         return plan
+
+    def _possible_frees(self, call: PlannedCall) -> list[bool]:
+        """Return whether hooks of others free gradients, as seen; before the first step, both answers, the safe one first."""
+        hooked = [parameter for own in call.layer_parameters for parameter in own if _has_foreign_hook(parameter)]
+        if not hooked or self.hooks_free is not None:
+            return [bool(self.hooks_free)]
+
+        def look(gradient: Tensor) -> None:  # that of the first layer's input, which is made when those of all layers are
+            self.hooks_free = all(parameter.grad is None for parameter in hooked)
+
+        if call.h_BTE.requires_grad:
+            call.h_BTE.register_hook(look)
+        return [False, True]
 
     def _choices(self, call: PlannedCall) -> Choices:
         config = self.config
@@ -236,9 +256,8 @@ def _told_of_length(longest: int) -> str:
     return f"About {longest} tokens a sequence would fit." if longest else "Not even a short sequence would fit."
 
 
-def _step_facts(call: PlannedCall, costs: LayerCosts, resident: float, budget: Budget) -> StepFacts:
+def _step_facts(call: PlannedCall, costs: LayerCosts, resident: float, budget: Budget, *, hooks_free: bool) -> StepFacts:
     h_BTE = call.h_BTE
-    trained = [p for own in call.layer_parameters for p in own if p.requires_grad and p.grad is None]
     return StepFacts(
         costs=costs,
         layers=len(call.layer_parameters),
@@ -246,11 +265,30 @@ def _step_facts(call: PlannedCall, costs: LayerCosts, resident: float, budget: B
         position_bytes=h_BTE.nbytes / h_BTE.shape[1],
         # Off CUDA nothing counts what is on the device, so the head's weights are added here.
         resident_bytes=resident + (0.0 if call.on_cuda or call.head is None else call.head.weight_bytes),
-        gradient_bytes=sum(parameter.nbytes for parameter in trained),
+        gradient_bytes=sum(_left_bytes(p, hooks_free=hooks_free) for own in call.layer_parameters for p in own),
         input_is_leaf=h_BTE.is_leaf and h_BTE.requires_grad,
         head=call.head,
         budget_bytes=budget.device_bytes,
     )
+
+
+def _left_bytes(parameter: Tensor, *, hooks_free: bool) -> float:
+    """Return the bytes that backward leaves on the device for a parameter.
+
+    These are its gradient's or, if an optimizer takes that at once, those of a state that the first update makes.
+    """
+    if not parameter.requires_grad or parameter.grad is not None:
+        return 0.0
+    optimizer = updates_of(parameter)
+    if optimizer is not None:
+        return optimizer.state_bytes_to_come(parameter)
+    return 0.0 if hooks_free and _has_foreign_hook(parameter) else parameter.nbytes
+
+
+def _has_foreign_hook(parameter: Tensor) -> bool:
+    """Return whether a hook of another library's may take the gradient. An engine's moves it to a buffer on the device."""
+    hooks = (parameter._post_accumulate_grad_hooks or {}).values() if updates_of(parameter) is None else ()
+    return any(not (getattr(hook, "__module__", None) or "").startswith("deepspeed") for hook in hooks)
 
 
 def _give_segments(h_BTE: Tensor, count: int) -> None:
@@ -270,9 +308,10 @@ def _floor(count: float, unit: int) -> float:
 
 
 def _bytes_of(module: nn.Module) -> float:
-    """Return the bytes of a module's weights and gradients, for a device whose allocator keeps no count."""
+    """Return the bytes of a module's weights, gradients and states of updates in backward, where no allocator counts them."""
     tensors = [*module.parameters(), *module.buffers()]
-    return bytes_of([*tensors, *(tensor.grad for tensor in tensors if tensor.grad is not None)])
+    states = [updates.state_tensors(tensor) for tensor in tensors if (updates := updates_of(tensor)) is not None]
+    return bytes_of([*tensors, *(tensor.grad for tensor in tensors if tensor.grad is not None), *chain(*states)])
 
 
 @contextmanager
@@ -282,20 +321,22 @@ def head_known_to_decoder(model: Any, head: nn.Module, *, tokens: int, config: S
     if installed is None:
         yield
         return
-    with temporary_attribute(installed.stream, "head", head_facts(model, head, tokens=tokens, chunk_size=config.head_chunk_size)):
+    frees = bool(installed.stream.planner.hooks_free)
+    facts = head_facts(model, head, tokens=tokens, chunk_size=config.head_chunk_size, hooks_free=frees)
+    with temporary_attribute(installed.stream, "head", facts):
         yield
 
 
-def head_facts(model: Any, head: nn.Module, *, tokens: int, chunk_size: int | str) -> HeadFacts:
+def head_facts(model: Any, head: nn.Module, *, tokens: int, chunk_size: int | str, hooks_free: bool) -> HeadFacts:
     """Return the sizes of a streamed head over `tokens` targets, and the gradients that all parts outside the layers leave."""
     # Not `.weight`: ZeRO-3 gathers what is read outside of its module's call, for the whole step.
     embedding, weight = next(model.get_input_embeddings().parameters()), next(head.parameters())
     tied = any(parameter is embedding for parameter in head.parameters())
     outside = {
-        parameter: parameter.nbytes
+        parameter: _left_bytes(parameter, hooks_free=hooks_free)
         for module in modules_of(model, but_for=decoder_layers(model.get_decoder()))
         for parameter in module._parameters.values()
-        if parameter is not None and parameter.requires_grad and parameter is not embedding and parameter.grad is None
+        if parameter is not None and (parameter is not embedding or updates_of(parameter) is not None)
     }
     dense = embedding.nbytes if embedding.requires_grad else 0
     return HeadFacts(

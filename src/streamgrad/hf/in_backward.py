@@ -1,0 +1,242 @@
+"""Optimizers that update each parameter in the backward pass, so that no more gradients exist than one layer's.
+
+A streamed layer returns the gradients of its parameters once, when its last chunk is done. torch then calls each parameter's hook
+(`register_post_accumulate_grad_hook`), and here the hook is an optimizer's step in which no other parameter has a gradient.
+A tensor that is used twice, such as tied embeddings, has its hook called when both gradients have been added.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streamgrad.hf.optimizer_trial import StateSizes, tensors_in, tried
+from streamgrad.hf.update_refusals import check_parameters, check_surroundings
+from streamgrad.ops.accumulate import accumulator_dtype
+
+_LAST_NORM = "last_grad_norm"
+
+
+def optimizer_in_backward(
+    model: nn.Module | Iterable[Any],
+    optimizer_class: type[torch.optim.Optimizer],
+    *,
+    params: Iterable[Any] | None = None,
+    max_grad_norm: float | None = None,
+    **options: Any,
+) -> InBackward:
+    """Return an optimizer that updates each parameter in backward, as soon as its gradient is whole, and frees the gradient.
+
+    ```diff
+    - optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    + optimizer = streamgrad.optimizer_in_backward(model, torch.optim.AdamW, lr=1e-5)
+    ```
+
+    The loop stays as it is: `backward()`, `optimizer.step()`, `scheduler.step()`, `optimizer.zero_grad()`. Parameters become what
+    `optimizer_class` makes of them in an ordinary loop. Gradients are None after `backward()`, and `step()` ends the step.
+
+    Args:
+        model: the model whose trainable parameters are updated; or parameters, or groups of them, as for `optimizer_class`.
+        optimizer_class: a `torch.optim.Optimizer` that updates each parameter by its own gradient and state.
+        params (*optional*): parameters or groups of them, where not all of the model's are updated alike.
+        max_grad_norm (`float`, *optional*):
+            Clips by the norm of the step before: gradients are multiplied by `min(1, max_grad_norm / (norm + 1e-6))`, where
+            `norm` is that of all gradients of the step before, unclipped. The first step is not clipped.
+        options: the other arguments of `optimizer_class`.
+
+    The result is an instance of `optimizer_class`, with its `param_groups`, `state_dict` and `load_state_dict`. Its `grad_norm`
+    is the norm of the latest gradients, unclipped, and `remove()` ends the updates in backward.
+
+    A second backward before `step()`, clipping by the global norm, a GradScaler and engines that share gradients among processes
+    raise an error: parameters are updated before all gradients are known. If a backward pass fails on its way, the parameters
+    that it has passed are updated already.
+    """
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+        raise TypeError(f"optimizer_class must be a class of torch.optim.Optimizer, got {optimizer_class!r}.")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm={max_grad_norm} must be above 0. Leave it out to clip nothing.")
+    if params is None:
+        params = [p for p in model.parameters() if p.requires_grad] if isinstance(model, nn.Module) else model
+    kind = type(f"{optimizer_class.__name__}InBackward", (InBackward, optimizer_class), {"__module__": __name__})
+    optimizer: InBackward = kind(params, **options)
+    check_parameters(model, optimizer.parameters, [parameter for parameter in optimizer.parameters if updates_of(parameter)])
+    optimizer.begin(tried(optimizer, optimizer_class, options), max_grad_norm)
+    _watch_clipping()
+    return optimizer
+
+
+def updates_of(parameter: Tensor) -> InBackward | None:
+    """Return the optimizer that updates the parameter in backward, if one of these does."""
+    owners = (getattr(hook, "__self__", None) for hook in (parameter._post_accumulate_grad_hooks or {}).values())
+    return next((owner for owner in owners if isinstance(owner, InBackward)), None)
+
+
+class InBackward(torch.optim.Optimizer):
+    """What an optimizer in backward adds to its class, which follows in the method resolution order."""
+
+    max_grad_norm: float | None = None
+    _sizes: StateSizes | None = None  # None until `begin`
+
+    def begin(self, sizes: StateSizes, max_grad_norm: float | None) -> None:
+        """Update parameters in backward from now on; their states have these `sizes`."""
+        self._sizes, self.max_grad_norm = sizes, max_grad_norm
+        self._handles: dict[int, Any] = {}
+        self._updated: set[int] = set()  # since the last step
+        self._norms: list[Tensor] = []
+        self._last_norm: Tensor | None = None
+        self._watch(self.parameters)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _watch(self, parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters:
+            frozen = not parameter.requires_grad  # torch takes hooks of others only; it may be trained later
+            self._handles[id(parameter)] = parameter.requires_grad_().register_post_accumulate_grad_hook(self._update)
+            parameter.requires_grad_(not frozen)
+
+    def remove(self) -> None:
+        """End the updates in backward: gradients stay in `.grad` again, and `step()` does nothing but for them."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        if self._sizes is not None:
+            self._watch(self.param_groups[-1]["params"])
+
+    @functools.cached_property
+    def _own_step(self) -> Callable[[], Any]:
+        """Return the step of the optimizer's class, without the hooks on steps that torch may have put around it."""
+        step: Any = super().step
+        return functools.partial(step.__func__.__wrapped__, self) if getattr(step, "hooked", False) else step
+
+    @torch.no_grad()
+    def _update(self, parameter: Tensor) -> None:
+        """Update one parameter; torch calls this when its gradient is whole."""
+        try:
+            if not self._updated:
+                check_surroundings([other for other in self.parameters if other is not parameter])
+            if id(parameter) in self._updated:
+                raise RuntimeError(_TWICE)
+            gradient = parameter.grad
+            assert gradient is not None
+            self._updated.add(id(parameter))
+            self._norms.append(torch.linalg.vector_norm(gradient, dtype=accumulator_dtype(gradient.dtype)))
+            if self.max_grad_norm is not None and self._last_norm is not None:
+                gradient.mul_((self.max_grad_norm / (self._last_norm + 1e-6)).clamp(max=1.0))
+            self._own_step()
+        finally:
+            parameter.grad = None
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """End a step, whose updates backward has made. Gradients that were set by hand are applied now, as ever."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        parameters = self.parameters
+        if self._handles and {id(parameter) for parameter in parameters} != self._handles.keys():
+            raise RuntimeError(
+                "the parameters of an optimizer in backward were replaced in its param_groups, as by DeepSpeed or FSDP, so those "
+                "that are there now were not updated. Use an ordinary optimizer with them."
+            )
+        if any(parameter.grad is not None for parameter in parameters):
+            self._own_step()
+        if self._updated:
+            self._last_norm = self.grad_norm
+            self._updated.clear()
+            self._norms.clear()
+        return loss
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Return the norm of all gradients of the latest backward pass, before any clipping."""
+        if not self._norms:
+            return self._last_norm
+        return torch.linalg.vector_norm(torch.stack([norm.to(self._norms[0]) for norm in self._norms]))
+
+    def state_bytes_to_come(self, parameter: Tensor) -> float:
+        """Return about how many bytes the parameter's first update will add to those on its device."""
+        return 0.0 if self.state.get(parameter) or self._sizes is None else self._sizes.of(parameter)
+
+    def state_tensors(self, parameter: Tensor) -> list[Tensor]:
+        """Return the tensors of the parameter's state."""
+        return list(tensors_in(self.state.get(parameter)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the optimizer's class, and the norm by which the next step will be clipped."""
+        saved = super().state_dict()
+        return saved if self.max_grad_norm is None or self._last_norm is None else saved | {_LAST_NORM: self._last_norm}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this optimizer, or one of its class in an ordinary loop."""
+        super().load_state_dict(state_dict)
+        self._last_norm = state_dict.get(_LAST_NORM)
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        """Raise: a hook before `step` would come after the updates."""
+        raise ValueError(
+            "register_step_pre_hook: parameters are updated in backward, before step() and so before this hook. Change gradients "
+            "by a hook on the parameter (register_hook), or register a step post hook."
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "an optimizer in backward is bound to its parameters by their hooks and cannot be copied or pickled. Save its "
+            "state_dict(), and load it into the optimizer of the other model."
+        )
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Raise: only torch's GradScaler asks, where it steps the optimizer."""
+        raise RuntimeError(
+            "a GradScaler unscales gradients before the step, but parameters are updated in backward, by scaled gradients. Train "
+            "in bf16 without a GradScaler, or use an ordinary optimizer."
+        )
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, supported: bool) -> None:
+        """Let torch's fused optimizers say that they could unscale gradients themselves."""
+
+
+_TWICE = (
+    "a second backward came before optimizer.step(), but the parameters were updated by the first, whose gradients are gone. An "
+    "optimizer in backward cannot accumulate gradients, or drop them: call step() after each backward, and pass larger batches. "
+    "To accumulate, use an ordinary optimizer, or one that keeps gradients on the host (docs/optimizers.md). If a backward pass "
+    "failed before this one, some parameters have its update: load a checkpoint, or call step() to go on with them."
+)
+
+
+@functools.cache
+def _watch_clipping() -> None:
+    """Let torch's clipping by the global norm know of gradients that are gone, of which it would find none and say 0.
+
+    A limit of infinity is how trainers ask for the norm.
+    """
+    module = torch.nn.utils.clip_grad
+    stock = module._clip_grads_with_norm_
+
+    @functools.wraps(stock)
+    def clip(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> None:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        owners = {id(owner): owner for owner in map(updates_of, given) if owner is not None}
+        for owner in owners.values():
+            if float(max_norm) not in (float("inf"), owner.max_grad_norm):
+                raise RuntimeError(
+                    f"clipping by the global norm (max_norm={max_norm}) comes after parameters were updated in backward. Pass "
+                    f"max_grad_norm={max_norm} to optimizer_in_backward, which clips by the norm of the step before, and keep "
+                    "or drop this call; or do not clip, which is max_grad_norm=0 for a Trainer. To clip by the norm of the same "
+                    "step, use an ordinary optimizer."
+                )
+            if owner.grad_norm is not None:
+                total_norm.copy_(torch.linalg.vector_norm(torch.stack([total_norm, owner.grad_norm.to(total_norm)])))
+        stock(given, max_norm, total_norm, *args, **kwargs)
+
+    module._clip_grads_with_norm_ = clip

@@ -1,0 +1,66 @@
+"""Refuses surroundings in which a gradient that backward has made is not yet the one to update by."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from streamgrad.hf.deepspeed import is_partitioned
+
+_SHARED = "is whole only after processes have exchanged it, and parameters would be updated before. Use an ordinary optimizer."
+
+
+def check_parameters(model: Any, parameters: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
+    """Raise where parameters cannot be updated in backward; another optimizer already does so for those `taken`."""
+    if taken:
+        raise ValueError(
+            f"{len(taken)} of {len(parameters)} parameters are already updated in backward by another optimizer. Call remove() "
+            "on that one first."
+        )
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    for module in modules:
+        if isinstance(module, DistributedDataParallel | FullyShardedDataParallel | FSDPModule):
+            raise ValueError(f"under {type(module).__name__} a gradient {_SHARED}")
+    if any(isinstance(parameter, DTensor) or is_partitioned(parameter) for parameter in parameters):
+        raise ValueError(f"parameters are sharded (FSDP2, tensor parallelism or ZeRO-3), and a gradient {_SHARED}")
+    _check_processes()
+    devices = sorted({str(parameter.device) for parameter in parameters})
+    if len(devices) > 1 or "meta" in devices:
+        raise ValueError(
+            f"trainable parameters are on {', '.join(devices)}. torch runs backward on each device in a thread of its own, and "
+            "an optimizer in backward steps one parameter at a time. Put them on one device, or use an ordinary optimizer."
+        )
+
+
+def check_surroundings(others: Sequence[Tensor]) -> None:
+    """Raise, before the first update of a step, where the gradient is scaled, or one of several to be added."""
+    _check_processes()
+    state = sys.modules.get("accelerate.state")
+    if state is not None and not state.GradientState._shared_state.get("sync_gradients", True):
+        raise RuntimeError(
+            "Accelerate is accumulating gradients (gradient_accumulation_steps above 1, or no_sync), and an optimizer in "
+            "backward updates by each of them. Set gradient_accumulation_steps=1 and pass larger batches, or use an ordinary "
+            "optimizer."
+        )
+    if state is not None and state.AcceleratorState._shared_state.get("_mixed_precision") == "fp16":
+        raise RuntimeError(
+            "Accelerate scales the loss for mixed_precision='fp16' (fp16=True), and an optimizer in backward updates by scaled "
+            "gradients. Train in bf16, or use an ordinary optimizer."
+        )
+    if any(other.grad is not None for other in others):
+        raise RuntimeError(
+            "some parameters have a gradient from before this backward pass, and an optimizer in backward cannot add to it. Call "
+            "zero_grad() first."
+        )
+
+
+def _check_processes() -> None:
+    if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        raise RuntimeError(f"with {torch.distributed.get_world_size()} processes a gradient {_SHARED}")

@@ -1,0 +1,372 @@
+"""Optimizers in backward: the parameters of an ordinary loop, gradients that are freed at once, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import streamgrad
+from gradients import more, no_float32, worst_gradient_error
+from lora import with_lora
+from streamgrad.hf.in_backward import updates_of
+from streamgrad.memory.live_bytes import LiveBytes
+from tiny import tiny_model, tokens
+
+OPTIMIZERS = {
+    "AdamW": (torch.optim.AdamW, {"lr": 1e-2}),
+    "fused Adam": (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True, "fused": True}),
+    "SGD": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
+    "Adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
+}
+
+
+def one_step(model, optimizer, seed: int) -> None:
+    ids = tokens(2, 23, seed=seed)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+
+
+def trained(model, make, *, steps: int = 3, schedule: bool = True) -> dict[str, torch.Tensor]:
+    """The parameters after some steps of an ordinary loop."""
+    optimizer = make(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step * schedule))
+    with no_float32():
+        for step in range(steps):
+            one_step(model, optimizer, step)
+            scheduler.step()
+            optimizer.zero_grad()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def streamed(*args, **options):
+    return streamgrad.enable(tiny_model(*args, **options), chunk_size=7, head_chunk_size=5)
+
+
+def assert_same(actual, expected, tolerance: float = 1e-12) -> None:
+    worst, name = worst_gradient_error(actual, expected)
+    assert worst <= tolerance, f"{name}: {worst:.1e}"
+
+
+# --- The same parameters --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parameters_are_those_of_an_ordinary_loop(name):
+    """Of a model with tied embeddings, whose gradient has two parts: with the first part alone the result would differ."""
+    kind, options = OPTIMIZERS[name]
+    expected = trained(tiny_model("qwen3"), lambda model: kind(model.parameters(), **options))
+    assert_same(trained(streamed("qwen3"), lambda model: streamgrad.optimizer_in_backward(model, kind, **options)), expected)
+
+
+@pytest.mark.parametrize("keep", [pytest.param("attention", marks=more), "all"])
+def test_whatever_layers_keep(keep):
+    expected = trained(tiny_model("llama"), lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2))
+    model = streamgrad.enable(tiny_model("llama"), chunk_size=7, keep=keep)
+    assert_same(trained(model, lambda model: streamgrad.optimizer_in_backward(model, torch.optim.AdamW, lr=1e-2)), expected)
+
+
+def test_a_model_that_is_not_streamed():
+    expected = trained(tiny_model("qwen3"), lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2))
+    model = tiny_model("qwen3")
+    model.gradient_checkpointing_enable()
+    ours = trained(model, lambda model: streamgrad.optimizer_in_backward(model, torch.optim.AdamW, lr=1e-2))
+    assert_same(ours, expected, 0.0)
+
+
+def test_adapters_and_frozen_parameters():
+    """Those that are frozen stay as they were; one that is unfrozen later is updated, if the optimizer has it."""
+
+    def groups(model):
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        return [{"params": [p for p in model.parameters() if p.requires_grad]}, {"params": frozen[:3], "weight_decay": 0.5}]
+
+    def thawing(make):
+        def made(model):
+            optimizer = make(model)
+            for parameter in optimizer.param_groups[1]["params"][1:]:
+                parameter.requires_grad_()
+            return optimizer
+
+        return made
+
+    expected = trained(with_lora(tiny_model("llama")), thawing(lambda model: torch.optim.AdamW(groups(model), lr=1e-2)))
+    model = with_lora(streamed("llama"))
+    ours = thawing(lambda model: streamgrad.optimizer_in_backward(groups(model), torch.optim.AdamW, lr=1e-2))
+    assert_same(trained(model, ours), expected)
+
+
+def test_groups_and_schedulers():
+    """Groups have options of their own, are added later too, and follow a scheduler."""
+
+    def make(model, by):
+        decayed = [p for p in model.parameters() if p.dim() > 1]
+        optimizer = by([{"params": decayed, "weight_decay": 0.3, "lr": 3e-2}])
+        optimizer.add_param_group({"params": [p for p in model.parameters() if p.dim() == 1]})
+        return optimizer
+
+    expected = trained(tiny_model("llama"), lambda m: make(m, lambda groups: torch.optim.AdamW(groups, lr=1e-2)))
+    ours = trained(
+        streamed("llama"),
+        lambda m: make(m, lambda groups: streamgrad.optimizer_in_backward(m, torch.optim.AdamW, params=groups, lr=1e-2)),
+    )
+    assert_same(ours, expected)
+
+
+def test_clipping_by_the_norm_of_the_step_before():
+    """The first step is not clipped; every later one is scaled by torch's own rule, with the last step's norm."""
+    limit, model, norms = 0.5, tiny_model("qwen3"), []
+    expected_optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with no_float32():
+        for step in range(4):
+            ids = tokens(2, 23, seed=step)
+            model(input_ids=ids, labels=ids).loss.backward()
+            norms.append(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+            if step:
+                torch.nn.utils.clip_grads_with_norm_(model.parameters(), limit, norms[-2])
+            expected_optimizer.step()
+            expected_optimizer.zero_grad()
+        expected = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        ours = streamed("qwen3")
+        optimizer = streamgrad.optimizer_in_backward(ours, torch.optim.SGD, lr=1e-2, max_grad_norm=limit)
+        for step in range(4):
+            one_step(ours, optimizer, step)
+            assert optimizer.grad_norm.item() == pytest.approx(norms[step].item(), rel=1e-10)
+    assert min(norms) > 2 * limit, "nothing was clipped"
+    assert_same({name: parameter.detach() for name, parameter in ours.named_parameters()}, expected)
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_resumed_bit_for_bit(clipped, tmp_path):
+    """From a checkpoint on disk; the norm that the next step is clipped by is part of it."""
+    options = {"lr": 1e-2} | ({"max_grad_norm": 0.5} if clipped else {})
+    model = streamed("qwen3")
+    optimizer = streamgrad.optimizer_in_backward(model, torch.optim.AdamW, **options)
+    for step in range(2):
+        one_step(model, optimizer, step)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "checkpoint.pt")
+    one_step(model, optimizer, 2)
+    resumed = streamed("qwen3", seed=5)
+    again = streamgrad.optimizer_in_backward(resumed, torch.optim.AdamW, **options)
+    checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    resumed.load_state_dict(checkpoint["model"])
+    again.load_state_dict(checkpoint["optimizer"])
+    one_step(resumed, again, 2)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, resumed.get_parameter(name)), name
+
+
+def test_a_checkpoint_of_an_ordinary_optimizer_is_loaded():
+    model = streamed("qwen3")
+    ordinary = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    one_step(model, ordinary, 0)
+    ordinary.zero_grad()
+    twin = copy.deepcopy(model)
+    optimizer = streamgrad.optimizer_in_backward(twin, torch.optim.AdamW, lr=5.0)
+    optimizer.load_state_dict(copy.deepcopy(ordinary.state_dict()))  # whose tensors torch would share
+    assert optimizer.state_dict().keys() == ordinary.state_dict().keys()
+    one_step(model, ordinary, 1)
+    one_step(twin, optimizer, 1)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, twin.get_parameter(name)), name
+
+
+def test_an_ordinary_optimizer_to_look_at():
+    """A closure, gradients set by hand, step hooks, and the end of updates in backward."""
+    model = streamed("qwen3")
+    optimizer = streamgrad.optimizer_in_backward(model, torch.optim.SGD, lr=1.0)
+    assert isinstance(optimizer, torch.optim.SGD) and "lr: 1.0" in repr(optimizer)
+    ids, steps = tokens(1, 9), []
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+
+    def closure():
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return loss
+
+    before = model.model.norm.weight.detach().clone()
+    assert optimizer.step(closure).item() > 0 and len(steps) == 1
+    assert not torch.equal(model.model.norm.weight, before)
+    before = model.model.norm.weight.detach().clone()
+    optimizer.step()
+    assert torch.equal(model.model.norm.weight, before)
+    model.model.norm.weight.grad = torch.ones_like(before)
+    optimizer.step()
+    assert torch.equal(model.model.norm.weight, before - 1.0)
+    optimizer.zero_grad()
+    assert model.model.norm.weight.grad is None
+    optimizer.remove()
+    closure()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert updates_of(model.model.norm.weight) is None
+
+
+# --- Gradients are freed ----------------------------------------------------------------------------------------------------
+
+
+def test_no_more_gradients_than_one_layers():
+    """Counted: at its peak an ordinary step also holds the gradients of the layers that backward has passed."""
+    peaks, layers = [], 5
+    ids = tokens(1, 4)
+    for in_backward in (False, True):
+        model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=layers, hidden_size=64, intermediate_size=256)
+        streamgrad.enable(model, chunk_size=4, keep="input")
+        if in_backward:
+            streamgrad.optimizer_in_backward(model, torch.optim.SGD, lr=1e-3)
+        with LiveBytes() as live:
+            model(input_ids=ids, labels=ids).loss.backward()
+        assert all((parameter.grad is None) == in_backward for parameter in model.parameters())
+        peaks.append(live.peak_bytes)
+    layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
+    assert peaks[1] < 1.5 * layer, "more than a layer's gradients and its activations"
+    assert peaks[0] > layers * layer
+
+
+def test_one_gradient_at_each_update(monkeypatch):
+    model = streamed("qwen3")
+    optimizer = streamgrad.optimizer_in_backward(model, torch.optim.SGD, lr=1e-3)
+    own, seen = optimizer._own_step, []
+
+    def counted():
+        seen.append([parameter.shape for parameter in model.parameters() if parameter.grad is not None])
+        own()
+
+    monkeypatch.setattr(optimizer, "_own_step", counted)
+    one_step(model, optimizer, 0)
+    assert len(seen) == len(list(model.parameters())) and all(len(each) == 1 for each in seen)
+
+
+# --- What is refused --------------------------------------------------------------------------------------------------------
+
+
+def values(model) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_a_second_backward_before_step_is_refused():
+    model = streamed("qwen3")
+    optimizer = streamgrad.optimizer_in_backward(model, torch.optim.AdamW, lr=1e-2)
+    ids = tokens(1, 9)
+    model(input_ids=ids, labels=ids).loss.backward()
+    before = values(model)
+    with pytest.raises(RuntimeError, match=r"cannot accumulate gradients.*step\(\) after each backward"):
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert all(map(torch.equal, before, values(model)))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    optimizer.step()
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+def test_clipping_by_the_global_norm_is_refused():
+    from torch.nn.utils import clip_grad_norm_  # however it was imported
+
+    model = streamed("qwen3")
+    optimizer = streamgrad.optimizer_in_backward(model, torch.optim.AdamW, lr=1e-2, max_grad_norm=2.0)
+    ids = tokens(1, 9)
+    model(input_ids=ids, labels=ids).loss.backward()
+    with pytest.raises(RuntimeError, match=r"max_norm=1.0.*max_grad_norm=1.0 to optimizer_in_backward"):
+        clip_grad_norm_(model.parameters(), 1.0)
+    norm = optimizer.grad_norm
+    assert norm > 0
+    # As a Trainer asks for the norm; and where the optimizer clips by this limit itself.
+    for limit in (float("inf"), 2.0):
+        assert clip_grad_norm_(model.parameters(), limit).item() == pytest.approx(norm.item(), rel=1e-6)
+    other = nn.Linear(2, 2)
+    other.weight.grad = torch.full((2, 2), 2.0)
+    assert clip_grad_norm_(other.parameters(), 1.0).item() == pytest.approx(4.0)
+    assert other.weight.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
+
+
+def test_a_grad_scaler_is_refused():
+    model = streamed("qwen3", dtype=torch.float32)
+    optimizer = streamgrad.optimizer_in_backward(model, torch.optim.AdamW, lr=1e-2, fused=True)
+    scaler, ids = torch.amp.GradScaler("cpu"), tokens(1, 9)
+    scaler.scale(model(input_ids=ids, labels=ids).loss).backward()
+    with pytest.raises(RuntimeError, match=r"GradScaler.*bf16"):
+        scaler.step(optimizer)
+
+
+class _SharedCounter(torch.optim.SGD):
+    """Its step size depends on how often it was stepped, whichever parameter had a gradient."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["calls"] = group.get("calls", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.add_(parameter.grad, alpha=-group["lr"] / group["calls"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [(torch.optim.LBFGS, "closure"), (_SharedCounter, "for that parameter alone"), (torch.optim.SparseAdam, "SparseAdam")],
+)
+def test_an_optimizer_that_needs_all_gradients_is_refused(kind, match):
+    model = streamed("qwen3")
+    with pytest.raises(ValueError, match=match):
+        streamgrad.optimizer_in_backward(model, kind, lr=1e-2)
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+def test_what_else_is_refused():
+    model = streamed("qwen3")
+    make = streamgrad.optimizer_in_backward
+    with pytest.raises(TypeError, match="optimizer_class must be a class"):
+        make(model, "adamw", lr=1e-2)
+    with pytest.raises(ValueError, match="max_grad_norm=0 must be above 0"):
+        make(model, torch.optim.SGD, lr=1e-2, max_grad_norm=0)
+    with pytest.raises(ValueError, match="parameters are on cpu, meta"):
+        make([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, device="meta"))], torch.optim.SGD, lr=1e-2)
+    optimizer = make(model, torch.optim.SGD, lr=1e-2)
+    with pytest.raises(ValueError, match=r"already updated in backward.*remove\(\)"):
+        make(model, torch.optim.SGD, lr=1e-2)
+    with pytest.raises(TypeError, match=r"state_dict\(\)"):
+        copy.deepcopy(optimizer)
+    with pytest.raises(ValueError, match="register_step_pre_hook"):
+        optimizer.register_step_pre_hook(print)
+    leftover = model.model.layers[0].mlp.up_proj.weight
+    leftover.grad = torch.ones_like(leftover)
+    before = values(model)
+    with pytest.raises(RuntimeError, match=r"from before this backward pass.*zero_grad\(\)"):
+        one_step(model, optimizer, 0)
+    assert all(map(torch.equal, before, values(model)))
+    optimizer.zero_grad()
+    optimizer.param_groups[0]["params"] = [nn.Parameter(torch.ones(2))]
+    with pytest.raises(RuntimeError, match="were replaced in its param_groups"):
+        optimizer.step()
+
+
+def test_a_step_that_fails_on_its_way_says_what_to_do(monkeypatch):
+    """Layers that backward has passed are updated; the next backward says so, and after `step` training goes on."""
+    model = streamed("qwen3")
+    optimizer = streamgrad.optimizer_in_backward(model, torch.optim.AdamW, lr=1e-2)
+    first, last = (model.model.layers[index].mlp.up_proj.weight for index in (0, 1))
+    handle = first.register_hook(lambda gradient: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory")))
+    before = first.detach().clone(), last.detach().clone()
+    with pytest.raises(torch.OutOfMemoryError):
+        one_step(model, optimizer, 0)
+    handle.remove()
+    assert torch.equal(first, before[0]) and not torch.equal(last, before[1])
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with pytest.raises(RuntimeError, match="load a checkpoint, or call step"):
+        one_step(model, optimizer, 1)
+    optimizer.step()
+    one_step(model, optimizer, 1)
+
+
+def test_several_processes_are_refused(monkeypatch):
+    model = tiny_model("qwen3")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match=r"under DistributedDataParallel a gradient .* Use an ordinary optimizer"):
+            streamgrad.optimizer_in_backward(nn.parallel.DistributedDataParallel(model), torch.optim.SGD, lr=1e-2)
+        optimizer = streamgrad.optimizer_in_backward(tiny_model("qwen3"), torch.optim.SGD, lr=1e-2)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+        with pytest.raises(RuntimeError, match="with 2 processes a gradient"):
+            streamgrad.optimizer_in_backward(model, torch.optim.SGD, lr=1e-2)
+        with pytest.raises(RuntimeError, match="with 2 processes a gradient"):
+            optimizer._update(optimizer.parameters[0])
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,74 @@
+"""Trainers whose optimizer updates in backward: the losses, norms and weights of an ordinary run, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+import streamgrad
+from gradients import no_float32, worst_gradient_error
+from tiny import tiny_model, tokens
+
+DATASET = [{"input_ids": tokens(1, 20, seed=i)[0], "labels": tokens(1, 20, seed=i)[0]} for i in range(8)]
+pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")  # torch's loader, on a machine without accelerator
+
+
+def trainer(folder, *, in_backward: bool, **options) -> Trainer:
+    clip = options.pop("clip", None)
+    given = {"max_steps": 3, "max_grad_norm": 0.0, "save_strategy": "no"} | options
+    arguments = TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=2, logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True,
+        seed=1, **given,
+    )  # fmt: skip
+    model = tiny_model("qwen3")
+    if in_backward:
+        streamgrad.enable(model, chunk_size=7, head_chunk_size=5)
+        optimizer = streamgrad.optimizer_in_backward(model, torch.optim.AdamW, lr=1e-2, max_grad_norm=clip)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return Trainer(model=model, args=arguments, train_dataset=DATASET, optimizers=(optimizer, None))
+
+
+def test_a_trainer_follows_stock_and_logs_the_norm(tmp_path):
+    outcomes = []
+    for in_backward in (False, True):
+        run = trainer(tmp_path, in_backward=in_backward)
+        with no_float32():
+            run.train()
+        logged = [
+            (entry["loss"], entry["grad_norm"], entry["learning_rate"]) for entry in run.state.log_history if "loss" in entry
+        ]
+        outcomes.append((logged, dict(run.model.named_parameters())))
+    (stock, weights), (ours, in_backward) = outcomes
+    assert len(stock) == 3 and all(norm > 0 for _, norm, _ in stock)
+    for ours_logged, stock_logged in zip(ours, stock, strict=True):
+        assert ours_logged == pytest.approx(stock_logged, rel=1e-5)
+    assert worst_gradient_error(in_backward, weights)[0] < 1e-9
+
+
+def test_a_trainer_resumes_bit_for_bit(tmp_path):
+    """With the clipping that a Trainer asks for by default, done by the optimizer."""
+    options = {"in_backward": True, "clip": 1.0, "max_grad_norm": 1.0, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    whole, resumed = (trainer(tmp_path, **options) for _ in range(2))
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.state.global_step == 4
+    for name, parameter in whole.model.named_parameters():
+        assert torch.equal(parameter, resumed.model.get_parameter(name)), name
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"max_grad_norm": 1.0}, r"max_norm=1.0.*max_grad_norm=0 for a Trainer"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=1 and pass larger batches"),
+    ],
+)
+def test_what_a_trainer_cannot_ask_for(tmp_path, options, match):
+    run = trainer(tmp_path, in_backward=True, **options)
+    try:
+        with pytest.raises(RuntimeError, match=match):
+            run.train()
+    finally:
+        run.accelerator.gradient_state._set_sync_gradients(True)
