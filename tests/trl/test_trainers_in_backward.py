@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from datasets import Dataset
+from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
 import streamgrad
 from gradients import no_float32, worst_gradient_error
+from streamgrad.cli.train import save_embedded_model
+from streamgrad.hf.in_backward import updates_of
+from streamgrad.trl.command import Command
+from streamgrad.trl.command import train as train_by
 from tiny import tiny_model, tokens
 
 DATASET = [{"input_ids": tokens(1, 20, seed=i)[0], "labels": tokens(1, 20, seed=i)[0]} for i in range(8)]
@@ -72,3 +78,33 @@ def test_what_a_trainer_cannot_ask_for(tmp_path, options, match):
             run.train()
     finally:
         run.accelerator.gradient_state._set_sync_gradients(True)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_the_command_has_a_flag(tmp_path):
+    """With the groups of weight decay that a Trainer makes; the flag alone would change nothing but memory."""
+    save_embedded_model(tmp_path / "model")
+    data = {"train": Dataset.from_dict({"text": ["abcdefgh" * 4, "hgfedcba" * 3] * 4})}
+    words = ["--model_name_or_path", str(tmp_path / "model"), "--use_cpu", "--bf16", "false", "--max_steps", "2"]
+    words += [
+        "--max_grad_norm",
+        "0",
+        "--weight_decay",
+        "0.1",
+        "--learning_rate",
+        "1e-2",
+        "--report_to",
+        "none",
+        "--dtype",
+        "float32",
+    ]
+    weights = []
+    for flag in ([], ["--optimizer_in_backward"]):
+        out = tmp_path / f"out{len(flag)}"
+        run = train_by(Command.parse("sft", [*words, "--output_dir", str(out), *flag]), dataset=data)
+        assert (updates_of(run.model.model.norm.weight) is not None) == bool(flag)
+        assert len(run.optimizer.param_groups) == 2
+        weights.append(load_file(out / "model.safetensors"))
+    assert worst_gradient_error(weights[1], weights[0])[0] < 1e-6
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=2 adds gradients"):
+        train_by(Command.parse("sft", [*words, "--optimizer_in_backward", "--gradient_accumulation_steps", "2"]), dataset=data)

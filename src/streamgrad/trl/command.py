@@ -77,6 +77,7 @@ _STREAM_HELP = {
     "attention": f"the attention kernel: {', '.join(ATTENTION_BACKENDS)}.",
     "fused_kernels": f"norms, rotary embeddings and gated activations as one kernel each: {', '.join(FUSED_KERNEL_MODES)}.",
     "memory_budget": "device memory that a step may use, weights included, for example 80GiB; by default, what is free.",
+    "optimizer_in_backward": "update parameters in backward, freeing gradients; max_grad_norm clips by the last step's norm.",
     "share_prompts": "whether rows with equal prompts compute them once, to the same losses, metrics and gradients.",
 }
 # Options that count something, from 1 on. TRL checks some of them; wrong values of others would silently train on nothing.
@@ -94,6 +95,7 @@ _BOUNDS = ("max_grad_norm", "epsilon", "epsilon_high", "delta")
 def _stream_arguments(trainer: type) -> type:
     """Return the options of `StreamConfig` and of the trainer as a dataclass that TRL's parser can read."""
     options: list[Any] = [(option.name, str | None, option.default) for option in dataclasses.fields(StreamConfig)]
+    options += [("optimizer_in_backward", bool, False)]
     options += [("share_prompts", bool, True)] if issubclass(trainer, Sharing) else []
     fields = [
         (name, kind, dataclasses.field(default=default, metadata={"help": f"streamgrad: {_STREAM_HELP[name]}"}))
@@ -185,7 +187,8 @@ class Command:
         training.resume_from_checkpoint = checkpoint_to_resume(
             training.resume_from_checkpoint, training.output_dir, training.world_size
         )
-        sharing = {"share_prompts": vars(stream).pop("share_prompts")} if hasattr(stream, "share_prompts") else {}
+        names = [name for name in ("optimizer_in_backward", "share_prompts") if hasattr(stream, name)]
+        sharing = {name: vars(stream).pop(name) for name in names}
         return cls(objective, script, training, model, mixture, _stream_config(vars(stream)), sharing, arguments)
 
     @property

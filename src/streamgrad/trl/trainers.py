@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from trl import DistillationTrainer, DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 
 from streamgrad.config import StreamConfig
 from streamgrad.hf.discover import unwrap
+from streamgrad.hf.in_backward import optimizer_in_backward
 from streamgrad.hf.patching import InstalledForward, temporary_attribute
 from streamgrad.trl.checkpoints import begin_checkpoint, checkpoint_at, named_if_it_fails
 from streamgrad.trl.restoring import restored_on_error
@@ -25,7 +27,11 @@ from streamgrad.trl.shared_sequences import prepare_shared_sequences
 
 
 class _Streamed:
-    """The constructor that the trainers share; `stock` is TRL's trainer, which follows in the method resolution order."""
+    """The constructor that the trainers share; `stock` is TRL's trainer, which follows in the method resolution order.
+
+    With `optimizer_in_backward=True` the trainer's optimizer updates each parameter in backward, and clips by `max_grad_norm`
+    and the norm of the step before.
+    """
 
     stock: Any
     share_prompts = False
@@ -33,8 +39,17 @@ class _Streamed:
     args: Any
     state: Any
 
-    def __init__(self, *args: Any, stream: StreamConfig | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, stream: StreamConfig | None = None, optimizer_in_backward: bool = False, **kwargs: Any
+    ) -> None:
+        self.optimizer_in_backward = optimizer_in_backward
         given = inspect.signature(self.stock.__init__).bind_partial(self, *args, **kwargs).arguments
+        accumulated = getattr(given.get("args"), "gradient_accumulation_steps", 1)
+        if optimizer_in_backward and accumulated > 1:
+            raise ValueError(
+                f"gradient_accumulation_steps={accumulated} adds gradients of several batches, and optimizer_in_backward=True "
+                "updates by each of them. Set it to 1, with a larger per_device_train_batch_size."
+            )
         if getattr(given.get("args"), "activation_offloading", False):
             raise ValueError(
                 "activation_offloading=True moves every tensor that autograd keeps to the host, even those that a streamed layer "
@@ -49,6 +64,15 @@ class _Streamed:
         """Return a block in which TRL's constructor makes or takes models that are then streamed; `given` are its arguments."""
         return streamed_head_in(self.stock, stream, share_prompts=self.share_prompts)
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Create the trainer's own optimizer with its groups, as one in backward where that was asked for."""
+        trainer: Any = self
+        if not self.optimizer_in_backward or trainer.optimizer is not None:
+            return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        chosen = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(self.args, self.model)
+        trainer.optimizer_cls_and_kwargs = (_in_backward(chosen[0], self.args.max_grad_norm or None), chosen[1])
+        return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         output, processes = self.args.output_dir, self.args.world_size
         path = checkpoint_at(output, self.state.global_step)
@@ -56,6 +80,16 @@ class _Streamed:
             if self.args.should_save:
                 begin_checkpoint(path)
             super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+
+
+def _in_backward(kind: Any, max_grad_norm: float | None) -> type:
+    """Return a class that makes an optimizer of this kind in backward. A Trainer takes what is not a class for a factory."""
+
+    def made(cls: type, params: Any, **options: Any) -> Any:
+        return optimizer_in_backward(params, kind, max_grad_norm=max_grad_norm, **options)
+
+    # Its module's name tells transformers whose optimizer it is.
+    return type(kind.__name__, (torch.optim.Optimizer,), {"__new__": made, "__module__": kind.__module__})
 
 
 class Sharing(_Streamed):
