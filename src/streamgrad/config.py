@@ -13,10 +13,11 @@ ATTENTION_BACKENDS = ("auto", "cudnn", "flash", "sdpa", "eager")
 FUSED_KERNEL_MODES = ("auto", "on", "off")
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS |= {"M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def parse_bytes(value: int | float | str) -> int:
-    """Return the bytes of `"80GiB"`, `"79.5 GB"` or a number of bytes."""
+    """Return the bytes of `"80GiB"`, `"80G"`, which is the same, `"79.5 GB"` or a number of bytes."""
     match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", value) if isinstance(value, str) else None
     unit = _UNITS.get(match[2].upper()) if match else None
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,16 @@ from typer.testing import CliRunner
 
 import streamgrad
 from streamgrad.cli.app import app
+from streamgrad.cli.plan_picture import picture_of
 from streamgrad.hf import shapes
-from streamgrad.memory.seconds import Rates
+from streamgrad.memory import this_machine
+from streamgrad.memory.cards import GPUS
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch):
+    """Plans for this machine's GPU would say something else on every machine."""
+    monkeypatch.setattr(this_machine, "this_gpu", lambda: None)
 
 
 def run(*arguments: str):
@@ -36,7 +45,10 @@ def test_the_table_says_what_the_report_says(tmp_path):
     ("arguments", "words"),
     [
         (["qwen3-4b", "--seq-len", "4000000"], r"4,000,000 tokens do not fit. Up to [\d,]+ tokens would.*Smallest plan: "),
-        (["qwen3-8b", "--seq-len", "1000", "--gpu-memory", "24GiB"], "No length fits: weights .* take 45.77 GiB.*--method lora"),
+        (
+            ["qwen3-8b", "--seq-len", "1000", "--gpu-memory", "24GiB"],
+            "No length fits: weights .* take 45.77 GiB.*--method lora, --optimizer in-backward or host, --weights host",
+        ),
     ],
 )
 def test_what_does_not_fit_says_what_would(arguments, words):
@@ -47,8 +59,15 @@ def test_what_does_not_fit_says_what_would(arguments, words):
 def test_json_is_the_report():
     result = run("qwen3-4b", "--max", "--method", "lora", "--json", "--gpu-memory", "24GiB", "--gemm-tflops", "100")
     row = json.loads(result.output)
-    expected = streamgrad.estimate("qwen3-4b", method="lora", gpu_memory="24GiB", rates=Rates(gemm=100e12)).to_dict()
-    assert row == json.loads(json.dumps(expected))
+    rates = replace(GPUS["h100"].rates, gemm=100e12)
+    expected = streamgrad.estimate("qwen3-4b", method="lora", gpu_memory="24GiB", rates=rates).to_dict()
+    choices = row.pop("choices")
+    assert {key: row[key] for key in row if key != "assumptions"} == json.loads(
+        json.dumps({key: expected[key] for key in expected if key != "assumptions"})
+    )
+    assert [(each["option"], each["value"]) for each in choices] == [
+        ("optimizer", "adamw8bit"), ("optimizer", "in-backward"), ("optimizer", "host"), ("weights", "host"),
+    ]  # fmt: skip
     assert row["streamed"]["seconds"]["total"] > 0 and row["streamed"]["plan"].startswith(("36 x", "1", "2", "3"))
 
 
@@ -92,7 +111,8 @@ def test_several_lengths_are_columns_of_one_table(monkeypatch):
 def test_several_lengths_are_a_list_in_json():
     result = run("qwen3-4b", "--seq-len", "8192,65536", "--json")
     expected = [streamgrad.estimate("qwen3-4b", length).to_dict() for length in (8192, 65_536)]
-    assert json.loads(result.output) == json.loads(json.dumps(expected))
+    rows = json.loads(result.output)
+    assert all(row.pop("choices") for row in rows) and rows == json.loads(json.dumps(expected))
 
 
 @pytest.mark.parametrize(
@@ -180,3 +200,81 @@ def test_the_group_of_pairs_in_the_documentation():
 def test_a_group_that_does_not_fit_says_which_prompt_would():
     result = run(*GROUP[:4], "9000000", *GROUP[5:])
     assert re.search(r"It does not fit. Prompts of up to [\d,]+ tokens would", result.output)
+
+
+# --- cards, places and several machines -------------------------------------------------------------------------------------
+
+
+def test_the_line_of_the_gpu_goes_through_no_number():
+    """Numbers in a bar are written on its colour, above the line; totals are below it or above it."""
+    report = streamgrad.estimate("qwen3-8b", 131_072, gpu="h100", optimizer="none")
+    (axes,) = picture_of(report).axes
+    line = report.gpu_memory / 2**30
+    assert any(f"{report.gpu},\n {line:.1f} GiB" in text.get_text() for text in axes.texts)
+    for text in axes.texts:
+        boxed, height = text.get_bbox_patch() is not None, 0.04 * axes.get_ylim()[1]
+        bottom = text.get_position()[1]
+        assert boxed or not bottom < line < bottom + height, text.get_text()
+
+
+def test_a_report_prints_as_a_table():
+    text = str(streamgrad.estimate("qwen3-8b", 65_536, gpu="rtx4090", optimizer="in-backward"))
+    assert "adamw in backward: 1 x 65,536 tokens" in text and "RTX 4090" in text and "longest sequence" in text
+    assert "Outlook(" not in text and len(text.splitlines()) > 10
+
+
+def test_amounts_dtypes_and_names_are_taken_as_people_write_them():
+    texts = [
+        run(model, "--seq-len", "8192", "--gpu-memory", size, "--dtype", dtype, "--method", "lora", "--json").output
+        for model, size, dtype in (
+            ("qwen3-8b", "24GiB", "bfloat16"),
+            ("Qwen3-8B", "24G", "bf16"),
+            ("Qwen/Qwen3-8B", "24", "bf16"),
+        )
+    ]
+    peaks = {json.loads(text)["streamed"]["peak_bytes"] for text in texts}
+    assert len(peaks) == 1
+
+
+def test_choices_are_named_with_what_they_save():
+    result = run("qwen3-8b", "--seq-len", "8192", "--gpu", "h100")
+    assert re.search(r"--optimizer in-backward: 15.3 GiB less on the GPU\n", result.output)
+    assert re.search(r"--optimizer host: 45.4 GiB less on the GPU, and 61.0 GiB more on the host", result.output)
+    assert "the GPU is H100 80GB" in result.output and "as measured on an H200" in result.output
+
+
+def test_gpus_of_a_node_share_its_host_and_ranks_of_a_sequence_its_tokens():
+    options = {"gpu": "h100", "engine": "zero3", "keep": "input"}
+    one, many, shared = (
+        streamgrad.estimate("qwen3-8b", 65_536, gpus=gpus, sp=sp, **options) for gpus, sp in ((8, 1), (64, 1), (64, 8))
+    )
+    assert many.streamed.longest_tokens > one.streamed.longest_tokens  # which has the same share of a host, and larger shards
+    assert shared.streamed.device_bytes["hidden states"] < one.streamed.device_bytes["hidden states"]
+    assert shared.streamed.seconds.attention == pytest.approx(one.streamed.seconds.attention / 8)
+    assert shared.streamed.seconds.exchanges > 0 == many.streamed.seconds.exchanges
+    assert shared.tokens_a_second == pytest.approx(8 * 65_536 / shared.streamed.seconds.total)
+    # By the table of docs/distributed.md: 6 H + 6 G heads of 128 for each of a rank's tokens and layers, and hidden states.
+    elements = 65_536 / 8 * (36 * 128 * (6 * 32 + 6 * 8) + 2 * 4096)
+    assert shared.streamed.seconds.exchanges == pytest.approx(2 * elements * 7 / 8 / 450e9)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"gpus": 16, "sp": 16}, "sp=16.*32 query heads and 8 key heads"),
+        ({"gpus": 8, "sp": 3}, "sp=3 with gpus=8"),
+        ({"gpus": 12}, "gpus=12 do not fill machines of gpus_per_node=8"),
+    ],
+)
+def test_ranks_that_cannot_be(options, words):
+    with pytest.raises(ValueError, match=words):
+        streamgrad.estimate("qwen3-8b", 1024, engine="zero3", **options)
+
+
+def test_every_documented_plan_runs():
+    text = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    commands = re.findall(r"^python -m streamgrad plan (.*)$", text, flags=re.MULTILINE)
+    assert len(commands) >= 7
+    for command in commands:
+        result = run(*command.split())
+        assert result.exit_code == 0, (command, result.output, result.exception)

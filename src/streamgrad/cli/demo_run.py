@@ -239,6 +239,7 @@ def _draw_losses(axes: Any, training: Training) -> None:
     axes.plot(steps, training.losses[ORDINARY], color=_COLORS[ORDINARY], alpha=0.4, linewidth=6, label=ORDINARY)
     axes.plot(steps, training.losses[STREAMED], color=_COLORS[STREAMED], linewidth=1.6, linestyle="--", label=STREAMED)
     axes.set(title="Loss: the same curve", xlabel="step", ylabel="loss (nats per byte)")
+    axes.locator_params(axis="x", integer=True)
     axes.legend(frameon=False, loc="upper right")
     _tidy(axes)
 

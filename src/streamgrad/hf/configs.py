@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from streamgrad.hf.presets import check_found, check_stored, preset, preset_names
+from streamgrad.hf.presets import check_found, check_stored, preset, preset_of
 
 # Long enough for every benchmark; rotary embeddings cost nothing for positions that are not used.
 _POSITIONS = 1 << 22
@@ -36,8 +36,8 @@ _LARGEST = {r"(layers?|experts)$": 1 << 12, r"^(num|n|d)_|_(size|dim|rank|heads)
 
 
 def preset_config(name: str) -> PretrainedConfig:
-    shape = dict(preset(name))
-    return AutoConfig.for_model(shape.pop("family"), **shape, max_position_embeddings=_POSITIONS, use_cache=False)
+    sizes = {"max_position_embeddings": _POSITIONS} | preset(name)
+    return AutoConfig.for_model(sizes.pop("family"), **sizes, use_cache=False)
 
 
 def config_of(model: Any) -> PretrainedConfig:
@@ -51,8 +51,8 @@ def config_of(model: Any) -> PretrainedConfig:
         config = model.config
     elif not isinstance(model, str | os.PathLike):
         raise TypeError(f"model is a {type(model).__name__}. Pass a preset's name, a path, a configuration or a model.")
-    elif model in preset_names():
-        return preset_config(str(model))
+    elif (named := preset_of(model)) is not None:
+        return preset_config(named)
     else:
         check_found(model)
         config = stored_config(model)

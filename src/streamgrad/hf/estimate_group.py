@@ -6,7 +6,10 @@ import dataclasses
 from dataclasses import dataclass, replace
 from typing import Any
 
-from streamgrad.hf.estimate import Options, Outlook, check_count, common_assumptions, step_of, streamed_outlook
+from streamgrad.hf.assumptions import common_assumptions
+from streamgrad.hf.estimate import estimator_of
+from streamgrad.hf.estimate_options import Options, check_count
+from streamgrad.hf.report import Outlook
 from streamgrad.memory.phases import SharedPrompts, Workload
 
 # Completions of a prompt: a pair, and TRL's default.
@@ -47,23 +50,28 @@ def estimate_group(model: str, *, prompt: int, completion: int, group: int | Non
         raise ValueError(
             f"group={size} completions of a prompt, but dpo compares two. Leave group out, or pass objective='grpo'."
         )
-    groups, load = options.batch, step_of(model, options)
+    if options.sp > 1:
+        raise ValueError(
+            f"sp={options.sp} with prompt_tokens={prompt}: groups of completions are planned for sp=1. Pass seq_len."
+        )
+    estimator = estimator_of(model, options)
+    groups, load, card = options.batch, estimator.load(1), options.card(estimator.state)
     scored = groups * size * completion
     separate = replace(load, rows=groups * size, sequence=prompt + completion, scored=scored)
     fields = {field.name: getattr(load, field.name) for field in dataclasses.fields(Workload)}
     row = {"rows": 1, "sequence": groups * (prompt + size * completion), "scored": scored}
     shared = SharedPrompts(**fields | row, groups=groups, group=size, completion=completion)
-    longest_shared = options.card.longest(shared) // groups - size * completion
-    longest_separate = options.card.longest(separate) - completion
+    longest_shared = card.longest(shared) // groups - size * completion
+    longest_separate = card.longest(separate) - completion
     return GroupReport(
         title=f"{model}, {options.method}, {options.objective}: {groups} x ({prompt:,} + {size} x {completion:,}) tokens",
-        gpu_memory=int(options.card.device_bytes),
+        gpu_memory=options.machine.gpu_bytes,
         prompt_tokens=prompt,
         completion_tokens=completion,
         group=size,
         shared_tokens=shared.tokens,
         separate_tokens=separate.tokens,
-        shared=streamed_outlook(shared, options, max(0, longest_shared)),
-        separate=streamed_outlook(separate, options, max(0, longest_separate)),
+        shared=estimator.streamed(shared, max(0, longest_shared)),
+        separate=estimator.streamed(separate, max(0, longest_separate)),
         assumptions=tuple(common_assumptions(options)),
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from streamgrad.hf.presets import check_found, packaged
+from streamgrad.hf.presets import check_found, packaged, preset_of
 from streamgrad.memory.costs import ModelShape
 
 TABLE = "preset_shapes.json"
@@ -25,7 +25,7 @@ def shape_of(model: Any, *, dtype: str = TABLE_DTYPE, lora_rank: int | None = No
         return _measured(model, dtype, lora_rank)
     check_found(model)
     if dtype == TABLE_DTYPE and lora_rank in (None, TABLE_RANK):
-        preset = packaged(TABLE)["presets"].get(model)
+        preset = packaged(TABLE)["presets"].get(preset_of(model))
         if preset is not None:
             return ModelShape.from_dict(preset["full" if lora_rank is None else "lora"])
     return _measured(model, dtype, lora_rank)

@@ -45,8 +45,10 @@ def rank_bytes(
     unit: int,
     ranks: int,
     parameter_size: float = 2,
-    gradient_size: int = 2,
+    gradient_size: float = 2,
     optimizer_size: int = 12,
+    gathered_size: float | None = None,
+    reduced_size: float | None = None,
 ) -> RankBytes:
     """Return the bytes on one of `ranks` ranks, for numbers of parameters as in the module's table.
 
@@ -55,6 +57,8 @@ def rank_bytes(
         unit: parameters of the largest unit that is gathered at once.
         optimizer_size: bytes per trainable parameter. 12: AdamW with fp32 moments and an fp32 copy of 16-bit weights, as
             DeepSpeed keeps it; 8: AdamW on fp32 weights; 4: AdamW in pure bf16.
+        gathered_size, reduced_size: bytes of a parameter while it is gathered and of a gradient on its way, where they are other
+            than those of the shards: FSDP2's mixed precision shards fp32 and gathers bf16.
     """
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r} is not known. Pass one of {', '.join(map(repr, ENGINES))}.")
@@ -72,7 +76,7 @@ def rank_bytes(
         parameters=parameters * parameter_size / (ranks if shards_parameters else 1),
         gradients=trainable * gradient_size / (ranks if shards_gradients else 1),
         optimizer=trainable * optimizer_size / (ranks if shards_optimizer else 1),
-        working=gathered * unit * parameter_size + in_flight * gradient_size,
+        working=gathered * unit * (gathered_size or parameter_size) + in_flight * (reduced_size or gradient_size),
     )
 
 

@@ -1,6 +1,6 @@
 """Whether a step fits the memory of a GPU and of its host, and the longest sequence that does.
 
-bytes that stay for the whole step    weights, optimizer state and an engine's buffers, here and in `memory.engines`
+bytes that stay for the whole step    weights, optimizer state and an engine's buffers, `memory.training_state`
 the plan                              `memory.planner`, which also makes it when the step runs
 bytes in each phase                   `memory.phases`
 """
@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from streamgrad.memory.costs import ModelShape, Parts
-from streamgrad.memory.engines import longest_sequence, rank_bytes
+from streamgrad.memory.engines import longest_sequence
 from streamgrad.memory.head_chunk import FREE_SHARE, SHORTEST_CHUNK, head_chunk_within
 from streamgrad.memory.phases import Phase, Workload, checkpointing_phases, largest, streamed_phases
 from streamgrad.memory.planner import (
@@ -62,11 +61,11 @@ class Card:
             smallest_chunk = regular_chunk(longer.rows, longer.sequence, SMALL_CHUNKS[-1])
             return self.holds(*self._planned(longer, smallest_chunk, 0.0))
 
-        return _longest(load, fits)
+        return longest_with(load, fits)
 
     def longest_with_checkpointing(self, load: Workload) -> int:
         """Return the tokens of the longest sequence that fits with transformers' gradient checkpointing, or 0."""
-        return _longest(load, lambda longer: self.holds(None, largest(checkpointing_phases(longer))))
+        return longest_with(load, lambda longer: self.holds(None, largest(checkpointing_phases(longer))))
 
     def _planned(self, load: Workload, chunk_size: int | None, budget_bytes: float) -> tuple[Plan, Phase]:
         choices = Choices(self.keep, self.offload, chunk_size, self.recompute_layers)
@@ -112,42 +111,5 @@ def _step(load: Workload, budget_bytes: float) -> Step:
     return facts.at(load.sequence)
 
 
-def _longest(load: Workload, fits: Callable[[Workload], bool]) -> int:
+def longest_with(load: Workload, fits: Callable[[Workload], bool]) -> int:
     return longest_sequence(lambda tokens: 0.0 if fits(replace(load, sequence=tokens)) else 1.0, 0.0, step=128, limit=LONGEST)
-
-
-def resident_parts(shape: ModelShape, *, engine: str, gpus: int, optimizer: str, second_model: bool) -> Parts:
-    """Return what stays on one rank for the whole step; a second model is frozen and whole."""
-    parameters = shape.layers * shape.layer_parameters + shape.outside_parameters
-    # FSDP2 gathers what is outside of the layers as one unit, DeepSpeed one module of it after the other.
-    outside = shape.outside_parameters if engine == "fsdp2" else shape.head_parameters
-    count = rank_bytes(
-        engine,
-        parameters=parameters,
-        trainable=shape.layers * shape.layer_trainable + shape.outside_trainable,
-        unit=max(shape.layer_parameters, outside),
-        ranks=gpus,
-        parameter_size=shape.itemsize - shape.weights_saved / parameters,
-        gradient_size=shape.itemsize,
-        optimizer_size=_optimizer_size(optimizer, shape.itemsize, engine),
-    )
-    weights = count.parameters + (parameters * shape.itemsize if second_model else 0.0)
-    return {"weights": weights, "optimizer state": count.optimizer, "other": count.working}
-
-
-def gradient_share(engine: str, gpus: int) -> float:
-    """Return the part of each finished gradient that stays on one rank."""
-    return 1.0 / gpus if engine in ("zero2", "zero3", "fsdp2") else 1.0
-
-
-def copies_to_fp32(engine: str, itemsize: int) -> bool:
-    """Return whether an engine's optimizer works on a copy of the weights in fp32, as DeepSpeed's does for 16 bits."""
-    return engine in ("zero1", "zero2", "zero3") and itemsize == 2
-
-
-def _optimizer_size(optimizer: str, itemsize: int, engine: str) -> int:
-    """Return the state's bytes per trainable parameter; AdamW has two moments, in the weights' dtype or DeepSpeed's fp32."""
-    if optimizer == "none":
-        return 0
-    copied = copies_to_fp32(engine, itemsize)
-    return (4 if copied else 0) + {"adamw": 2 * (4 if copied else itemsize), "adamw8bit": 2, "sgd": 0}[optimizer]

@@ -1,9 +1,9 @@
 """How long a step takes: FLOPs over rates or, where chunks are small, the time that a program takes to launch their kernels.
 
-Elementwise kernels, copies to and from the host (which hide behind computation at long sequences) and communication between ranks
-are not counted, so a real step is longer. In benchmarks/results, after warming up and with chunks of 4,096 tokens and more, steps
-of full training are longer by 5 to 18 per cent from 36,000 tokens on and by 29 to 44 at 6,000. Steps with LoRA are longer by 30
-per cent at 32,000 tokens and by 38 to 71 at 8,000.
+Elementwise kernels, copies of activations to and from the host (which hide behind computation at long sequences) and an
+optimizer's step are not counted, so a real step is longer. What ranks send is counted in `memory.traffic`. In benchmarks/results,
+after warming up and with chunks of 4,096 tokens and more, steps of full training are longer by 5 to 18 per cent from 36,000
+tokens on and by 29 to 44 at 6,000. Steps with LoRA are longer by 30 per cent at 32,000 tokens and by 38 to 71 at 8,000.
 """
 
 from __future__ import annotations
@@ -38,6 +38,18 @@ class Rates:
 
 
 @dataclass(frozen=True)
+class Links:
+    """Bytes a second that one GPU sends, and as many that it gets: within its machine, to other machines, and with its host.
+
+    The first two are published peaks: NVLink of an H100, and 400 Gbit/s for each GPU. The last was measured on an H200.
+    """
+
+    inside: float = 450e9
+    across: float = 50e9
+    host: float = 55e9
+
+
+@dataclass(frozen=True)
 class Seconds:
     """Seconds of a step by part."""
 
@@ -46,10 +58,13 @@ class Seconds:
     head: float
     reference: float = 0.0  # a frozen model's pass over the same tokens
     launches: float = 0.0  # of the layers' kernels, while others run
+    exchanges: float = 0.0  # of tokens for heads, between ranks that share a sequence; the device waits for them
+    beside: float = 0.0  # copies of weights and gradients, between ranks or to and from the host, while the device computes
 
     @property
     def total(self) -> float:
-        return max(self.attention + self.layers + self.head + self.reference, self.launches)
+        busy = self.attention + self.layers + self.head + self.reference + self.exchanges
+        return max(busy, self.launches, self.beside)
 
 
 def streamed_seconds(
