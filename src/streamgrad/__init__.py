@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from streamgrad.hf.estimate import estimate
     from streamgrad.hf.in_backward import optimizer_in_backward
     from streamgrad.hf.shared_prefixes import share_prefixes
+    from streamgrad.hf.status import status
 
 __version__ = "0.2.0"
 
@@ -28,6 +29,7 @@ __all__ = [
     "linear_topk_divergence",
     "optimizer_in_backward",
     "share_prefixes",
+    "status",
     "token_logprobs",
 ]
 
@@ -41,6 +43,7 @@ _HOMES = {
     "linear_cross_entropy": "head.cross_entropy",
     "linear_divergence": "head.divergence",
     "share_prefixes": "hf.shared_prefixes",
+    "status": "hf.status",
     "linear_topk": "head.topk",
     "linear_topk_divergence": "head.topk",
     "optimizer_in_backward": "hf.in_backward",

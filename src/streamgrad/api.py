@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 
 from streamgrad.config import StreamConfig
 from streamgrad.hf.causal_lm import HeadStream, causal_lm_forward, traced_logit_map
-from streamgrad.hf.decoder import DecoderStream, decoder_forward, surrounding_forward
+from streamgrad.hf.decoder import DecoderStream, surrounding_forward
 from streamgrad.hf.discover import find_decoder, surrounding_models, unwrap
 from streamgrad.hf.patching import InstalledForward
+from streamgrad.hf.status import announcing_forward
 
 ModelT = TypeVar("ModelT")
 
@@ -52,7 +53,7 @@ def enable(model: ModelT, config: StreamConfig | None = None, **options: Any) ->
         if InstalledForward.on(part) is None:
             InstalledForward(part, surrounding_forward, settings).install()
     if current is None:
-        InstalledForward(decoder, decoder_forward, DecoderStream(settings)).install()
+        InstalledForward(decoder, announcing_forward, DecoderStream(settings)).install()
     return model
 
 

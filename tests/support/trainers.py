@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
 )
 
 # Logged values that measure the machine or count, not the model.
-TIMES = ("runtime", "per_second", "num_tokens", "epoch", "step", "total_flos")
+TIMES = ("runtime", "per_second", "num_tokens", "epoch", "step", "total_flos", "peak_memory")
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

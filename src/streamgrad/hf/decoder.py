@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.dropout import _DropoutNd
 
-from streamgrad.attention.backends import Backend, backends_named
+from streamgrad.attention.backends import Kernels, backends_named
 from streamgrad.attention.masks import CausalMask, DenseMask
 from streamgrad.attention.trees import Tree, TreeMask
 from streamgrad.config import StreamConfig
@@ -74,7 +74,7 @@ class DecoderStream:
     """What `enable` leaves on the decoder."""
 
     config: StreamConfig
-    backends: list[Backend] = field(init=False)
+    backends: Kernels = field(init=False)
     planner: Planner = field(init=False)
     host_store: HostStore = field(default_factory=HostStore)
     in_use: InUse = field(default_factory=InUse)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streamgrad.attention.backends import Kernels
 from streamgrad.config import StreamConfig
 from streamgrad.engine.host_offload import HostStore
 from streamgrad.engine.kv_chunk import SeamError
@@ -90,7 +91,8 @@ class Planner:
 
     def __init__(self, config: StreamConfig) -> None:
         self.config = config
-        self.latest: Plan | None = None
+        self.latest: Plan | None = None  # of a step with gradients
+        self.latest_shape = (0, 0)  # its rows and tokens a row
         self._shape_with_segments: torch.Size | None = None
         self._costs: dict[tuple[Any, ...], LayerCosts] = {}
         self._shortages = 0  # how often memory ran out in spite of a plan
@@ -133,12 +135,10 @@ class Planner:
         policies = in_segments([policy] * layers, config.recompute_layers if isinstance(config.recompute_layers, int) else 1)
         plan = Plan(tuple(policies), (self.chunk_size(batch, sequence),) * layers, 0.0, 0.0)
         if torch.is_grad_enabled():
-            self.latest = plan
+            self.latest, self.latest_shape = plan, (batch, sequence)
         return plan
 
-    def measured_costs(
-        self, samples: Iterable[Sample], backends: list[Any], h_BTE: Tensor, sharing: SequenceSharing
-    ) -> LayerCosts:
+    def measured_costs(self, samples: Iterable[Sample], backends: Kernels, h_BTE: Tensor, sharing: SequenceSharing) -> LayerCosts:
         """Return the largest costs of any sample, by which every layer is planned. The first sample must be measurable."""
         kinds: list[LayerCosts] = []
         for sample in samples:
@@ -152,7 +152,7 @@ class Planner:
                 logger.debug("streamgrad: %s is not measured: %s", type(sample.layer).__name__, error)
         return LayerCosts(*map(max, zip(*map(astuple, kinds), strict=True)))
 
-    def _measured(self, sample: Sample, backends: list[Any], h_BTE: Tensor, sharing: SequenceSharing) -> LayerCosts:
+    def _measured(self, sample: Sample, backends: Kernels, h_BTE: Tensor, sharing: SequenceSharing) -> LayerCosts:
         layer, recurrent = sample.layer, sample.recurrent
         trainable = tuple((parameter.requires_grad, parameter.shape) for parameter in parameters_of(layer))
         autocast = torch.is_autocast_enabled(h_BTE.device.type) and torch.get_autocast_dtype(h_BTE.device.type)
@@ -163,6 +163,7 @@ class Planner:
             first = h_BTE[:, :tokens]
             measured = measured_costs(layer, sample.run, sample.mask, backends, first, sharing, recurrent=recurrent)
             self._costs[key] = LayerCosts(*sharing.most(*astuple(measured)))
+            backends.used.clear()  # on a few tokens other kernels may be the fastest
         return self._costs[key]
 
     def plan(self, call: PlannedCall, costs: LayerCosts) -> Plan:
@@ -183,7 +184,7 @@ class Planner:
         if call.on_cuda and not segments_grow() and self._shape_with_segments != call.h_BTE.shape:
             _give_segments(call.h_BTE, sum(not policy.on_host for policy in plan.policies))
             self._shape_with_segments = call.h_BTE.shape
-        self.latest = plan
+        self.latest, self.latest_shape = plan, (batch, sequence)
         return plan
 
     def _possible_frees(self, call: PlannedCall) -> list[bool]:

@@ -72,9 +72,8 @@ class Plan:
         chunks = f"chunks of {small} tokens" if len(set(self.chunk_sizes)) < 3 else f"chunks of {small} to {large} tokens"
         if small != large:
             chunks += f", of {large} in {self.chunk_sizes.count(large)} layers"
-        return f"{kinds}; {chunks}; about {readable(self.peak_bytes)} on the device" + (
-            f" and {readable(self.host_bytes)} on the host" if self.host_bytes else ""
-        )
+        peak = f"; about {readable(self.peak_bytes)} on the device" if self.peak_bytes else ""  # 0 where nothing was measured
+        return f"{kinds}; {chunks}{peak}" + (f" and {readable(self.host_bytes)} on the host" if self.host_bytes else "")
 
 
 def predicted_peak(step: Step, policies: Sequence[LayerPolicy], chunk_sizes: Sequence[int]) -> float:

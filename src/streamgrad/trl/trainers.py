@@ -20,6 +20,7 @@ from streamgrad.config import StreamConfig
 from streamgrad.hf.discover import unwrap
 from streamgrad.hf.in_backward import optimizer_in_backward
 from streamgrad.hf.patching import InstalledForward, temporary_attribute
+from streamgrad.hf.status import peak_bytes_so_far, show_messages
 from streamgrad.trl.checkpoints import begin_checkpoint, checkpoint_at, named_if_it_fails
 from streamgrad.trl.restoring import restored_on_error
 from streamgrad.trl.scoring import enable_for_trainer, streamed_head_in
@@ -59,6 +60,14 @@ class _Streamed:
         with restored_on_error(_changed(given)), self._streaming(stream, given):
             super().__init__(*args, **kwargs)
             prepare_shared_sequences(self)
+        if self.args.process_index == 0:
+            show_messages()
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log as TRL does; beside a training loss and at the end, add the most memory that this process has had so far."""
+        if {"loss", "train_runtime"} & logs.keys():
+            logs = logs | {"peak_memory_gib": round(peak_bytes_so_far(self.args.device) / 2**30, 3)}
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     def _streaming(self, stream: StreamConfig | None, given: dict[str, Any]) -> AbstractContextManager[None]:
         """Return a block in which TRL's constructor makes or takes models that are then streamed; `given` are its arguments."""

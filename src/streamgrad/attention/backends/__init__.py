@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from streamgrad.attention.backends.flash import FlashBackend, flash_implementati
 from streamgrad.attention.backends.sdpa import SdpaBackend
 from streamgrad.engine.kv_chunk import Attended
 
-__all__ = ["Backend", "Block", "backends_named", "choose", "flash_implementation", "preferred", "run_or_replace"]
+__all__ = ["Backend", "Block", "Kernels", "backends_named", "choose", "flash_implementation", "preferred", "run_or_replace"]
 
 logger = logging.getLogger("streamgrad")
 
@@ -29,9 +29,17 @@ _Ranked = tuple[list[Backend], dict[str, str | None]]
 _ALL: tuple[Backend, ...] = (CudnnBackend(), FlashBackend(), SdpaBackend(), EagerBackend())
 
 
-def backends_named(name: str) -> list[Backend]:
+class Kernels(list[Backend]):
+    """The kernels that a model may use; `used` names those that have computed a part of a step."""
+
+    def __init__(self, backends: Iterable[Backend]) -> None:
+        super().__init__(backends)
+        self.used: set[str] = set()
+
+
+def backends_named(name: str) -> Kernels:
     """Return the kernels that `StreamConfig.attention=name` allows, in a new list: a model removes those that fail."""
-    return [backend for backend in _ALL if name in ("auto", backend.name)]
+    return Kernels(backend for backend in _ALL if name in ("auto", backend.name))
 
 
 def preferred(backends: Sequence[Backend]) -> list[Backend]:
@@ -88,10 +96,13 @@ def run_or_replace(backends: list[Backend], query_BHLD: Tensor, key_BGSD: Tensor
         backend = choose(backends, query_BHLD, key_BGSD, value_BGSD, block)
         try:
             if not torch.is_autocast_enabled(query_BHLD.device.type):
-                return backend.forward(query_BHLD, key_BGSD, value_BGSD, block)
-            # Operands are in autocast's dtype already; a kernel that sums in fp32 must not be cast back.
-            with torch.autocast(query_BHLD.device.type, enabled=False):
-                return backend.forward(query_BHLD, key_BGSD, value_BGSD, block)
+                done = backend.forward(query_BHLD, key_BGSD, value_BGSD, block)
+            else:  # Operands are in autocast's dtype already; a kernel that sums in fp32 must not be cast back.
+                with torch.autocast(query_BHLD.device.type, enabled=False):
+                    done = backend.forward(query_BHLD, key_BGSD, value_BGSD, block)
+            if isinstance(backends, Kernels):
+                backends.used.add(backend.name)
+            return done
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

@@ -1,0 +1,82 @@
+"""`streamgrad.status`, and the one line in the log by which a run says that it is streamed."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+import streamgrad
+from streamgrad.hf.status import show_messages
+from tiny import tiny_model, tokens
+
+
+@pytest.fixture
+def model():
+    return tiny_model("qwen3")
+
+
+def step(model, rows: int = 2, length: int = 13) -> None:
+    ids = tokens(rows, length)
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+def test_before_enable_after_it_and_after_a_step(model):
+    assert str(streamgrad.status(model)) == "Qwen3ForCausalLM is not streamed. Call streamgrad.enable(model)."
+    streamgrad.enable(model, chunk_size=5)
+    assert "it has had none yet" in str(streamgrad.status(model))
+    step(model)
+    seen = streamgrad.status(model)
+    assert (seen.rows, seen.tokens, seen.kernels) == (2, 13, ("sdpa",))
+    assert seen.plan is not None and set(seen.plan.chunk_sizes) == {5} and seen.expected_peak_bytes is None
+    text = str(seen)
+    assert "2 x 13 tokens in 3 chunks of at most 5" in text and "each of 2 layers keeps its input" in text
+    assert "not planned" in text and "of the whole process" in text
+    assert seen.peak_bytes > sum(parameter.nbytes for parameter in model.parameters())
+    streamgrad.disable(model)
+    assert streamgrad.status(model).config is None
+
+
+def test_a_budget_gives_an_expected_peak_and_the_kernels_are_those_that_ran(model):
+    streamgrad.enable(model, memory_budget="50MiB", attention="eager")
+    step(model, 1, 7)
+    seen = streamgrad.status(model)
+    assert 0 < seen.expected_peak_bytes < 50 * 2**20 and seen.kernels == ("eager",)
+    assert "1 chunk of at most 7" in str(seen) and "expected peak  0." in str(seen)
+
+
+def test_what_is_no_model_is_named():
+    with pytest.raises(TypeError, match="model is a Linear"):
+        streamgrad.status(torch.nn.Linear(2, 2))
+
+
+def test_the_first_step_with_gradients_is_logged_once(model, caplog):
+    caplog.set_level(logging.INFO, logger="streamgrad")
+    streamgrad.enable(model, chunk_size=5)
+    with torch.no_grad():
+        model(input_ids=tokens(2, 13), use_cache=False)
+    assert not caplog.records
+    step(model)
+    step(model, 1, 6)
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert record.getMessage() == (
+        "streamgrad: Qwen3Model is streamed: 2 x 13 tokens in 3 chunks of at most 5; each of 2 layers keeps its input; attention "
+        "by sdpa; expected peak not planned: no memory_budget for cpu"
+    )
+
+
+@pytest.mark.parametrize("level", [logging.NOTSET, logging.WARNING])
+def test_messages_are_shown_unless_the_user_has_set_a_level(monkeypatch, level, capsys):
+    logger = logging.getLogger("streamgrad")
+    monkeypatch.setattr(logger, "level", level)
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", False)  # pytest has handlers above
+    logger.manager._clear_cache()
+    show_messages()
+    show_messages()
+    logger.info("streamgrad: a line")
+    monkeypatch.undo()
+    logger.manager._clear_cache()
+    assert capsys.readouterr().err == ("streamgrad: a line\n" if level == logging.NOTSET else "")
