@@ -126,7 +126,10 @@ def test_grpo_with_a_reward_by_path(train, tmp_path, model):
     assert code == 0
     for rewards, message in (
         ([], "grpo needs a reward"),
-        (["--reward_funcs", "acuracy_reward"], "'acuracy_reward' is not one of TRL's .*think_format_reward"),
+        (
+            ["--reward_funcs", "acuracy_reward"],
+            r"'acuracy_reward' is not one of TRL's \(accuracy_reward, reasoning_accuracy_reward, think_format_reward, get_soft",
+        ),
         (["--reward_funcs", "streamgrad.cli.train.letter_f"], "letter_f.* could not be imported"),
     ):
         code, _, _ = train("grpo", *flags, *small, *rewards)
@@ -150,17 +153,38 @@ def test_distillation_from_a_teacher_by_name(train, tmp_path, model):
         assert message in str(train("distillation", *flags, *small, *more)[0])
 
 
-def test_help_is_that_of_trl(train):
+def test_help_begins_with_streamgrads_flags(train):
+    """TRL's own are short, by name only where most runs leave them alone, and described by --help_all."""
     code, out, _ = train("dpo", "--help")
-    assert code == 0
+    assert code == 0 and len(out.splitlines()) < 200
     for flag in ("--loss_type", "--precompute_ref_log_probs", "--lora_r", "--dataset_name", "--head_chunk_size", "--offload"):
         assert flag in out
+    own, often, others = (
+        out.index(title) for title in ("streamgrad's flags:", "TRL's flags:", "All other flags, which --help_all describes:")
+    )
+    assert own < out.index("--chunk_size CHUNK_SIZE") < often < out.index("--model_name_or_path MODEL") < others
+    assert out.index("--precompute_ref_log_probs") > others
     # Defaults are those of a run with a model; those of the tiny one are said once, above.
     words = " ".join(out.split())
     assert "processes at a time, or auto. (default: auto)" in words and "(default: 60)" not in words
     assert re.search(
         "Without --model_name_or_path a tiny model is trained, with defaults of its own: .* max_steps 60, .*64", words
     )
+    code, whole, _ = train("dpo", "--help_all")
+    assert code == 0 and "--precompute_ref_log_probs [PRECOMPUTE" in whole and len(whole.splitlines()) > 400
+
+
+def test_a_misspelt_flag_gets_a_suggestion(train):
+    code, _, err = train("sft", "--lerning_rate", "1e-4", "--max_stepz=3")
+    assert code == 2 and "no such option: --lerning_rate 1e-4 --max_stepz=3. Did you mean --learning_rate and --max_steps?" in err
+
+
+def test_a_cpu_trains_in_float32_unless_told_otherwise(tmp_path):
+    words = ["--output_dir", str(tmp_path), "--use_cpu", "--model_name_or_path", str(tmp_path)]
+    assert Command.parse("sft", words).training.bf16 is False
+    assert Command.parse("sft", [*words, "--bf16", "true"]).training.bf16 is True
+    (tmp_path / "run.yaml").write_text("use_cpu: true")
+    assert Command.parse("sft", [*words[:2], "--config", str(tmp_path / "run.yaml")]).training.bf16 is False
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto"])
@@ -213,10 +237,11 @@ def test_sharing_is_an_option_of_trainers_with_prompts(train):
         (["sft", "--model_name_or_path", "./nomodel"], "model='./nomodel': there is no such directory"),
         (["sft", "--model_name_or_path", "qwen3-8b"], "'qwen3-8b' is a preset, a shape without weights"),
         (["sft", "--model_name_or_path", "Qwen/Qwen3-8B", "--bf16", "false"], "without a dataset to train it on"),
-        (["sft", "--dataset_name", "./nodata"], "dataset './nodata': there is no such directory"),
+        (["sft", "--dataset_name", "./nodata"], "dataset './nodata': there is no such file or directory"),
         (["dpo", "--bf16", "false", "--loss_type", "sigmoidal", "--max_steps", "1"], "Unknown loss type: sigmoidal"),
         (["ppo"], None),
         (["sft", "--no_such_flag", "1"], None),
+        (["sft", "--lerning_rate", "1"], None),
         (["sft", "--max_steps", "nan"], None),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -238,7 +263,7 @@ def test_what_cannot_be(train, tmp_path, words, message):
         (b"max_steps: [1\nbf16: }", "is not YAML: .*line 2"),
         (b"\xff\xfe\x00", "could not be read: .*can't decode byte 0xff"),
         (b"- max_steps", "must contain a YAML mapping"),
-        (b"max_stepps: 1", "has options that do not exist: --max_stepps"),
+        (b"max_stepps: 1", "has options that do not exist: --max_stepps. Did you mean --max_steps\\?"),
         (b"beta1: 3\nweight_decay: .nan", "has options that do not exist: --beta1"),
         (b"weight_decay: .nan", "weight_decay must be finite, got nan"),
     ],
@@ -268,7 +293,7 @@ def test_a_dataset_that_cannot_be_read(train, tmp_path, monkeypatch):
     folder = tmp_path / "data"
     folder.mkdir()
     flags = ["sft", "--dataset_name", folder, "--output_dir", tmp_path / "out"]
-    assert re.fullmatch("streamgrad: dataset .*data could not be loaded: .*any data files. Pass a dir.*", str(train(*flags)[0]))
+    assert re.fullmatch("streamgrad: dataset .*data could not be loaded: .*any data files. Pass a JSON.*", str(train(*flags)[0]))
     (folder / "train.jsonl").write_text('{"text": "a"}\nnot json')
     assert "data could not be loaded: JSON parse error: Invalid value" in str(train(*flags)[0])
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
@@ -281,7 +306,7 @@ def test_a_dataset_without_the_columns(train, tmp_path, model):
     data = named_columns(tmp_path, prompt=["a", "b"], chosen=["c", "d"])
     flags = ["--model_name_or_path", model, "--dataset_name", data, "--output_dir", tmp_path / "out", "--bf16", "false"]
     code, _, _ = train("dpo", *flags)
-    assert "columns prompt, chosen" in str(code) and "'rejected'" in str(code)
+    assert "columns prompt, chosen. dpo takes 'chosen' and 'rejected'; or" in str(code)
     code, _, _ = train("sft", *flags, "--dataset_train_split", "all")
     assert "no split 'all', only train" in str(code)
 

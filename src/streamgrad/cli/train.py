@@ -14,6 +14,8 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from streamgrad.cli.outputs import writable_folder
+
 # Defaults for about a minute on two cores of a CPU; a flag or a YAML file replaces any of them.
 _QUICK: dict[str, Any] = {
     "per_device_train_batch_size": 8, "max_steps": 60, "learning_rate": 2e-3, "logging_steps": 10, "save_strategy": "no",
@@ -32,6 +34,11 @@ _QUICK_OF: dict[str, dict[str, Any]] = {
     # Rewards of the tiny model are small beside TRL's default penalty of KL.
     "rloo": _SAMPLED | {"normalize_advantages": True, "beta": 0.0},
 }  # fmt: skip
+# The tiny model's, so that it can be tried on conversations.
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 _HELP = {
     "sft": "Train by supervised fine-tuning. Without flags: a tiny model on an embedded text, in about a minute on a CPU.",
     "dpo": "Train by direct preference optimization, with all of TRL's losses. Without flags: a tiny model on embedded pairs.",
@@ -78,6 +85,8 @@ def run(objective: str, arguments: Sequence[str], console: Console) -> None:
     defaults |= _QUICK | _QUICK_OF[objective]
     command = Command.parse(objective, arguments, without_model=defaults)
     console.quiet = command.training.process_index != 0
+    if not console.quiet:
+        writable_folder(Path(command.training.output_dir))
     embedded: dict[str, Any] = {}
     if command.model.model_name_or_path is not None and not command.has_dataset:
         raise ValueError("a model is given without a dataset to train it on. Pass --dataset_name, or leave both out to try it.")
@@ -109,6 +118,10 @@ def run(objective: str, arguments: Sequence[str], console: Console) -> None:
         shown = "reward" if "reward" in logged[0] else "loss"
         first, last = (f"{float(entry[shown]):.3f}" for entry in (logged[0], logged[-1]))
         console.print(f"{shown}: {first} at step {logged[0]['step']}, {last} at step {logged[-1]['step']}", soft_wrap=True)
+    peak = [entry["peak_memory_gib"] for entry in trainer.state.log_history if "peak_memory_gib" in entry]
+    if peak:
+        where = "of tensors on the GPU" if trainer.args.device.type == "cuda" else "of the whole process"
+        console.print(f"Peak memory: {peak[-1]:.1f} GiB, {where}", soft_wrap=True)
     if trainer.accelerator.num_processes > 1:
         console.print(f"Trained by {trainer.accelerator.num_processes} processes: {trainer.accelerator.distributed_type.value}")
     console.print(f"Saved: {command.training.output_dir}", soft_wrap=True)
@@ -128,6 +141,7 @@ def save_embedded_model(path: Path, *, seed: int = 0, spread: float = 0.02) -> N
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     words.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", model_max_length=2048)
+    tokenizer.chat_template = _CHAT_TEMPLATE
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(names), hidden_size=64, intermediate_size=192, num_hidden_layers=3, num_attention_heads=4,

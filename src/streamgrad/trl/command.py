@@ -16,8 +16,7 @@ from typing import Any
 import datasets
 import torch
 import yaml  # type: ignore[import-untyped]
-from datasets import load_dataset
-from datasets.exceptions import DatasetGenerationError
+from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from transformers.utils.logging import disable_progress_bar
 from trl import (
     DatasetMixtureConfig,
@@ -31,7 +30,6 @@ from trl import (
     ScriptArguments,
     SFTConfig,
     TrlParser,
-    get_dataset,
     get_peft_config,
     get_quantization_config,
 )
@@ -40,10 +38,13 @@ from trl.scripts.rloo import RLOOScriptArguments
 
 from streamgrad.config import ATTENTION_BACKENDS, FUSED_KERNEL_MODES, KEEP_POLICIES, OFFLOAD_PLACES, StreamConfig, parse_count
 from streamgrad.hf.configs import check_causal, short_reason, stored_config
-from streamgrad.hf.presets import check_stored, may_be_on_hub, preset_names
+from streamgrad.hf.presets import check_stored, preset_names
 from streamgrad.parallel import check_launch
 from streamgrad.trl.checkpoints import checkpoint_to_resume, last_checkpoint, named_if_it_fails
+from streamgrad.trl.datasets import accepted_columns, dataset_of, split_of
 from streamgrad.trl.extra_inputs import rewards, teacher
+from streamgrad.trl.flags import FlagParser
+from streamgrad.trl.requirements import check_installed
 from streamgrad.trl.trainers import (
     Sharing,
     StreamDistillationTrainer,
@@ -98,8 +99,7 @@ def _stream_arguments(trainer: type) -> type:
     options += [("optimizer_in_backward", bool, False)]
     options += [("share_prompts", bool, True)] if issubclass(trainer, Sharing) else []
     fields = [
-        (name, kind, dataclasses.field(default=default, metadata={"help": f"streamgrad: {_STREAM_HELP[name]}"}))
-        for name, kind, default in options
+        (name, kind, dataclasses.field(default=default, metadata={"help": _STREAM_HELP[name]})) for name, kind, default in options
     ]
     return dataclasses.make_dataclass("StreamArguments", fields)
 
@@ -112,6 +112,13 @@ def _stream_config(given: dict[str, Any]) -> StreamConfig:
         return StreamConfig(**given)
     except TypeError as error:
         raise ValueError(str(error)) from error
+
+
+@dataclass
+class _Place:
+    """Where to train, which some of TRL's defaults depend on."""
+
+    use_cpu: bool = False
 
 
 @dataclass
@@ -139,18 +146,21 @@ class Command:
         trainer, training, script = OBJECTIVES[objective]
         kinds = (script, training, ModelConfig, DatasetMixtureConfig, _stream_arguments(trainer))
         alone = ", ".join(f"{name} {value}" for name, value in (without_model or {}).items())
-        parser = TrlParser(
+        parser = FlagParser(
             kinds,
+            own=list(_STREAM_HELP),
             prog=f"streamgrad train {objective}",
-            usage="%(prog)s [--config FILE.yaml] [flags of TRL and streamgrad; --help lists them]",
+            usage="%(prog)s [--config FILE.yaml] [--help] [--help_all] [flags of streamgrad and TRL]",
             description=alone and f"Without --model_name_or_path a tiny model is trained, with defaults of its own: {alone}.",
         )
         parser.set_defaults_with_config(**_DEFAULTS.get(objective, {}))
         try:
             # The model's options first: the defaults of TrainingArguments, which checks itself when made, depend on them.
-            only_model = TrlParser((ModelConfig,), add_help=False)
-            model, others = only_model.parse_args_and_config(list(arguments), return_remaining_strings=True)
-            if not {"-h", "--help"} & set(others):
+            first = TrlParser((ModelConfig, _Place), add_help=False)
+            model, place, others = first.parse_args_and_config(list(arguments), return_remaining_strings=True)
+            if place.use_cpu:
+                parser.set_defaults_with_config(bf16=False)  # TRL's default, which most CPUs emulate
+            if not {"-h", "--help", "--help_all"} & set(others):
                 if model.model_name_or_path is None:
                     parser.set_defaults_with_config(**without_model or {})
                 else:
@@ -176,9 +186,12 @@ class Command:
                 "or --bf16 false."
             ) from error
         if unknown:
-            parser.error(f"no such option: {' '.join(unknown)}")
+            parser.error(f"no such option: {' '.join(unknown)}{parser.suggestion(unknown)}")
         if in_file:
-            raise ValueError(f"the file given as --config has options that do not exist: {' '.join(in_file[::2])}.")
+            names = in_file[::2]
+            raise ValueError(
+                f"the file given as --config has options that do not exist: {' '.join(names)}{parser.suggestion(names) or '.'}"
+            )
         options = vars(script) | vars(training) | vars(model) | vars(mixture)
         _check_counts(options)
         _check_finite(options)
@@ -206,24 +219,6 @@ class Command:
                 f"the config.json of model={name!r} has no architectures, by which TRL finds the model's class. Save the model "
                 "with save_pretrained, which writes them."
             )
-
-    def dataset(self) -> Any:
-        script, mixed = self.script, self.mixture.datasets
-        names = [part.path for part in mixed] if mixed else [script.dataset_name]
-        for name in names:
-            if not os.path.exists(name) and not may_be_on_hub(name):
-                raise ValueError(f"dataset {name!r}: there is no such directory. Pass one, or a name on the hub, owner/name.")
-        try:
-            if mixed:
-                return get_dataset(self.mixture)
-            return load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
-        except Exception as error:  # any kind: every reader of files fails in its own way
-            # For a file that it cannot read, datasets raises a general error, with the specific one as its cause.
-            cause = error.__cause__ if type(error) is DatasetGenerationError and error.__cause__ else error
-            raise ValueError(
-                f"dataset {', '.join(names)} could not be loaded: {str(cause).rstrip('.')}. Pass a directory of JSON lines, CSV "
-                "or Parquet files, or a name on the hub."
-            ) from error
 
 
 def _check_name(name: str) -> None:
@@ -280,6 +275,10 @@ def _one_line(what: str, remedy: str, *, raised_in: tuple[str, ...] = ("",)) -> 
         module = frame.f_globals.get("__name__", "")
         if module.startswith("streamgrad.") or not module.startswith(raised_in):
             raise
+        if isinstance(error, ImportError) or "pip install" in str(error):  # of a package that an option needs
+            name = None if "pip install" in str(error) else getattr(error, "name", None)
+            install = f". Run: pip install {name.partition('.')[0]}" if name else ""
+            raise ValueError(f"a package is missing: {short_reason(error).rstrip('.')}{install}.") from error
         raise ValueError(f"{what}: {type(error).__name__}: {short_reason(error).rstrip('.')}. {remedy}") from error
 
 
@@ -293,13 +292,18 @@ def train(command: Command, *, dataset: Any = None, reward_funcs: list[Any] | No
     if training.process_index != 0:  # only the main process shows progress bars, as it does the log
         datasets.disable_progress_bars()
         disable_progress_bar()
+    check_installed(training, model)
     command.check_model()
     options = {"attn_implementation": model.attn_implementation, "dtype": model.dtype}
     training.model_init_kwargs = {"revision": model.model_revision} | options | (training.model_init_kwargs or {})
-    data = command.dataset() if dataset is None else dataset
+    data = dataset_of(command.script, command.mixture) if dataset is None else dataset
+
+    def split(name: str) -> Any:
+        return split_of(data, name, command.objective, getattr(training, "dataset_text_field", None))
+
     inputs: dict[str, Any] = {
-        "train_dataset": _split(data, command.script.dataset_train_split),
-        "eval_dataset": _split(data, command.script.dataset_test_split) if training.eval_strategy != "no" else None,
+        "train_dataset": split(command.script.dataset_train_split),
+        "eval_dataset": split(command.script.dataset_test_split) if training.eval_strategy != "no" else None,
         "quantization_config": get_quantization_config(model),
         "peft_config": get_peft_config(model),
     } | command.sharing
@@ -310,15 +314,9 @@ def train(command: Command, *, dataset: Any = None, reward_funcs: list[Any] | No
     columns = ", ".join(inputs["train_dataset"].column_names or ["unknown"])
     with _one_line(
         f"{command.objective} cannot begin with model={model.model_name_or_path!r} and a dataset with the columns {columns}",
-        "Pass a directory that save_pretrained wrote, and columns of the types that TRL's documentation lists for this trainer.",
+        f"Pass a directory that save_pretrained wrote, and a dataset of text or messages. {accepted_columns(command.objective)}",
     ):
-        try:
-            trainer = kind(model=model.model_name_or_path, args=training, stream=command.stream, **inputs)
-        except KeyError as error:
-            raise ValueError(
-                f"the dataset has the columns {columns}, but {command.objective} also needs {error}. Add it, or rename one: "
-                "TRL's documentation lists the dataset format of each trainer."
-            ) from error
+        trainer = kind(model=model.model_name_or_path, args=training, stream=command.stream, **inputs)
     try:
         with _one_line("training failed", "Change the option that it is about.", raised_in=_TRAINER_MODULES):
             trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
@@ -347,10 +345,3 @@ def _where_it_stopped(state: Any, command: Command) -> str:
     again = shlex.join(["python", "-m", "streamgrad", "train", command.objective, *words, resume, "last"])
     launched = ", started by the same launcher" if processes > 1 else ""
     return stopped + f"The last checkpoint is {last}. Go on with{launched}: {again}"
-
-
-def _split(dataset: Any, name: str) -> Any:
-    if name not in dataset:
-        flags, splits = "--dataset_train_split or --dataset_test_split", ", ".join(dataset)
-        raise ValueError(f"the dataset has no split {name!r}, only {splits}. Name one by {flags}.")
-    return dataset[name]

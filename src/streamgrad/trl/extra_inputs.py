@@ -44,9 +44,11 @@ def _reward(name: str) -> Callable[..., Any]:
         return trl.rewards.get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256)  # as in TRL's script
     module, _, function = name.rpartition(".")
     if not module:
-        if name not in trl.rewards.__all__:
-            known = ", ".join(trl.rewards.__all__)
-            raise ValueError(f"the reward {name!r} is not one of TRL's ({known}). Pass one of them, or a path, module.function.")
+        # What begins with get_ makes a reward, and needs arguments.
+        known = [own for own in trl.rewards.__all__ if own.endswith("_reward") and not own.startswith("get_")]
+        if name not in known:
+            named = ", ".join([*known, "get_soft_overlong_punishment"])
+            raise ValueError(f"the reward {name!r} is not one of TRL's ({named}). Pass one of them, or a path, module.function.")
         return getattr(trl.rewards, name)
     sys.path.insert(0, os.getcwd())
     try:
