@@ -9,14 +9,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from benchmarks.names import REPORT, RESULTS
+from benchmarks.names import MEASURED, REPORT, RESULTS, ROWS_FILE
 from benchmarks.step_commands import bench_max_length, bench_memory, bench_partition, bench_predicted, bench_step
 from streamgrad.cli.check import check_table
 from streamgrad.config import parse_tokens
 
 # What measures is imported in each command, so that `--help` need not wait for it.
 app = typer.Typer(
-    help="Measure the paper's tables and figures; each benchmark appends its rows to a file.",
+    help="Measure the paper's tables and figures; each benchmark appends its rows to a file in out/benchmarks.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -56,7 +56,7 @@ def bench_shared_prompts(
     layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model.", show_default="all")] = None,
     device: Annotated[Device | None, typer.Option(help="Where to run.", show_default="cuda if there is one, else cpu")] = None,
     runs: Annotated[int, typer.Option(min=1, help="Timed steps after the warm-up; the median counts.")] = 3,
-    out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = RESULTS / "shared_prompts.jsonl",
+    out: Annotated[Path, ROWS_FILE] = MEASURED / "shared_prompts.jsonl",
 ) -> None:
     """Measure GRPO and DPO steps whose rows have one prompt: shared, separate, and as TRL's trainers do with Liger's kernels.
 
@@ -106,7 +106,7 @@ def bench_families(
     layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model.", show_default="all")] = None,
     device: Annotated[Device | None, typer.Option(help="Where to run.", show_default="cuda if there is one, else cpu")] = None,
     runs: Annotated[int, typer.Option(min=1, help="Timed steps after the warm-up; the median counts.")] = 3,
-    out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = RESULTS / "families.jsonl",
+    out: Annotated[Path, ROWS_FILE] = MEASURED / "families.jsonl",
 ) -> None:
     """Measure a step of experts with their balance loss, text with images, quantised weights with adapters, or hybrids.
 
@@ -151,7 +151,7 @@ def bench_head(
     device: Annotated[Device | None, typer.Option(help="Where to run.", show_default="cuda if there is one, else cpu")] = None,
     chunk_size: Annotated[str, typer.Option(help="streamgrad's: tokens that have logits at a time, or auto.")] = "auto",
     runs: Annotated[int, typer.Option(min=1, help="Timed steps after the warm-up; the median counts.")] = 10,
-    out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = RESULTS / "head.jsonl",
+    out: Annotated[Path, ROWS_FILE] = MEASURED / "head.jsonl",
 ) -> None:
     """Measure cross entropy and token log-probabilities of a linear head, forward and backward, beside the bare GEMMs.
 
@@ -194,7 +194,7 @@ def bench_linear(
     dtype: Annotated[Dtype | None, typer.Option(help="Type of X, W1 and W2.", show_default="float32")] = None,
     device: Annotated[Device | None, typer.Option(help="Where to run.", show_default="cuda if there is one, else cpu")] = None,
     paper: Annotated[bool, typer.Option("--paper", help="The paper's shape, 1e6 x 16384 in bfloat16 (a GPU of 80 GB).")] = False,
-    out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = RESULTS / "linear.jsonl",
+    out: Annotated[Path, ROWS_FILE] = MEASURED / "linear.jsonl",
 ) -> None:
     """Measure the paper's linear example, L = sum(X W1 W2): standard backpropagation against 20 to 500 partitions of X's rows.
 
@@ -235,7 +235,7 @@ def bench_linear(
 def bench_precision(
     model: Annotated[str, typer.Option(help="A preset.")] = "qwen3-4b",
     device: Annotated[Device | None, typer.Option(help="Where to run.", show_default="cuda if there is one, else cpu")] = None,
-    out: Annotated[Path, typer.Option(help="The JSON lines file that the row is appended to.")] = RESULTS / "precision.jsonl",
+    out: Annotated[Path, ROWS_FILE] = MEASURED / "precision.jsonl",
 ) -> None:
     """Keep what `streamgrad check` finds as a record, for the paper's table of gradient precision.
 

@@ -5,11 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import typer
+
+from streamgrad.cli.outputs import writable_file
+
 # In the order in which they run: Liger patches transformers for the whole process, so its kernels come after everything else, and
 # its fused loss last.
 METHODS = ("hf", "mst", "streamgrad", "streamgrad-fsdp2", "streamgrad-zero3", "streamgrad-liger", "liger", "liger-offload")
 
 RESULTS = Path("benchmarks/results")
+# Where rows go unless --out says otherwise: the published records are under version control.
+MEASURED = Path("out/benchmarks")
+ROWS_FILE = typer.Option(
+    help="The JSON lines file that rows are appended to; benchmarks/results has the published ones.", callback=writable_file
+)
 REPORT = Path("benchmarks/REPORT.md")
 
 COMMAND = "python -m benchmarks"

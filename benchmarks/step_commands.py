@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from benchmarks.names import METHODS, RESULTS, command_line, unless
+from benchmarks.names import MEASURED, METHODS, ROWS_FILE, command_line, unless
 from streamgrad.cli.bench import numbers_in
 from streamgrad.config import StreamConfig, parse_bytes, parse_tokens
 
@@ -46,7 +46,7 @@ def bench_step(
     warm_ups: Annotated[int, typer.Option(min=0, help="Steps before those that are timed: kernels settle in them.")] = 4,
     runs: Annotated[int, typer.Option(min=1, help="Timed steps after the warm-up; the median counts.")] = 3,
     resume: Annotated[bool, typer.Option("--resume", help=_RESUME)] = False,
-    out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = RESULTS / "step.jsonl",
+    out: Annotated[Path, ROWS_FILE] = MEASURED / "step.jsonl",
 ) -> None:
     """Measure time and memory of one forward and backward in bfloat16 on a GPU, method beside method.
 
@@ -94,7 +94,7 @@ def bench_memory(
     chunk_size: Annotated[str, typer.Option(help="As for streamgrad.enable; auto fills the memory that there is.")] = "auto",
     layers: Annotated[int | None, typer.Option(min=1, help="Build only so many layers.", show_default="all")] = None,
     resume: Annotated[bool, typer.Option("--resume", help=_RESUME)] = False,
-    out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = RESULTS / "memory.jsonl",
+    out: Annotated[Path, ROWS_FILE] = MEASURED / "memory.jsonl",
 ) -> None:
     """Measure device bytes against length, of steps whose layers keep their inputs alone.
 
@@ -131,7 +131,7 @@ def bench_partition(
     ] = "500,1000,2000,5000,8000,24000",
     runs: Annotated[int, typer.Option(min=1, help="Timed steps after the warm-up; the median counts.")] = 3,
     resume: Annotated[bool, typer.Option("--resume", help=_RESUME)] = False,
-    out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = RESULTS / "partition.jsonl",
+    out: Annotated[Path, ROWS_FILE] = MEASURED / "partition.jsonl",
 ) -> None:
     """Measure time and memory of a step against the chunk size; layers keep their inputs, on the device.
 
@@ -168,7 +168,7 @@ def bench_max_length(
         str | None, typer.Option(help="Without --seq: what the process may hold.", show_default="79GiB; 23.5GiB of 24GiB")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help=_RESUME)] = False,
-    out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = RESULTS / "max_length.jsonl",
+    out: Annotated[Path, ROWS_FILE] = MEASURED / "max_length.jsonl",
 ) -> None:
     """Run a step of a given length and say whether it fits a card.
 
@@ -211,7 +211,7 @@ def bench_predicted(
     offload: Annotated[str, typer.Option(help="With --model: as for streamgrad.enable.")] = "none",
     gpu_memory: Annotated[str, typer.Option(help="With --model: what the process may hold.")] = "24GiB",
     resume: Annotated[bool, typer.Option("--resume", help=_RESUME)] = False,
-    out: Annotated[Path, typer.Option(help="The JSON lines file that rows are appended to.")] = RESULTS / "predicted.jsonl",
+    out: Annotated[Path, ROWS_FILE] = MEASURED / "predicted.jsonl",
 ) -> None:
     """Run a step below the longest sequence that `streamgrad plan` predicts, and one above, and say whether it is the longest.
 

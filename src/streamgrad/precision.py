@@ -13,7 +13,7 @@ plain backpropagation. Single draws of that noise differ by several per cent, so
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -64,10 +64,20 @@ class Outcome:
         return asdict(self) | {"passed": self.passed}
 
 
-def check_precision(config: Any, *, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Outcome:
-    """Compare gradients on small copies of the model of `config`. Raise `ValueError` if it cannot be streamed."""
+def check_precision(
+    config: Any,
+    *,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Outcome:
+    """Compare gradients on small copies of the model of `config`. Raise `ValueError` if it cannot be streamed.
+
+    `progress` is called before each copy, with the number of those that are done and of all that are wanted so far.
+    """
     pool = _Pool()
     for seed in range(4 * MODELS):
+        progress(seed, (seed // MODELS + 1) * MODELS)
         gradients, model = _gradients(config, seed, device, dtype)
         pool.add(gradients, group_of_parameters(model))
         if (seed + 1) % MODELS == 0 and pool.ratio <= LARGEST_RATIO:

@@ -63,6 +63,14 @@ def test_json_says_the_same(one_model):
     assert row["passed"] and set(row["table"]) == {"embeddings", "attention", "mlp", "norms"}  # its head is its embeddings
 
 
+def test_progress_is_told_copy_by_copy(monkeypatch):
+    monkeypatch.setattr(precision, "MODELS", 2)
+    monkeypatch.setattr(precision, "LARGEST_RATIO", 0.0)  # more and more copies are asked for
+    told = []
+    check_precision(tiny_config("llama"), device=CPU, progress=lambda *counts: told.append(counts))
+    assert told == [(0, 2), (1, 2), (2, 4), (3, 4), (4, 6), (5, 6), (6, 8), (7, 8)]
+
+
 # --- What is wrong is found ---------------------------------------------------------------------------------------------------
 
 

@@ -44,6 +44,9 @@ def one_line_errors() -> Iterator[None]:
         yield
     except (CheckFailed, ValueError, OSError) as error:
         sys.exit(f"{_rank()}streamgrad: {_one_line(error)}")
+    except KeyboardInterrupt:  # while something is imported; commands that run catch it themselves
+        sys.stderr.write(f"\n{_rank()}streamgrad: interrupted\n")
+        sys.exit(130)
     except (RuntimeError, MemoryError) as error:
         from streamgrad.engine.shortage import is_out_of_memory
 

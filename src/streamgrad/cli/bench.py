@@ -41,7 +41,9 @@ def bench(
     # Here, so that `--help` and a wrong name need not wait for them.
     from streamgrad.cli.bench_run import device_name, has_weights, measured_model, steps_of
     from streamgrad.cli.chosen_device import chosen_device
+    from streamgrad.hf.status import show_messages
 
+    show_messages()  # the plan of each length
     target = chosen_device(device, one_thread=False)
     with Console(stderr=True).status("Building the model ...") as status:
         subject = measured_model(model, layers, target)

@@ -8,10 +8,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from streamgrad.cli.outputs import writable_file
+
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Path of the plot.")] = Path("out/demo.png"),
-    memory_image: Annotated[Path | None, typer.Option(help="Also save the memory half of the plot alone.")] = None,
+    out: Annotated[Path, typer.Option(help="Path of the plot.", callback=writable_file)] = Path("out/demo.png"),
+    memory_image: Annotated[
+        Path | None, typer.Option(help="Also save the memory half of the plot alone.", callback=writable_file)
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Take a few seconds: fewer steps, shorter sequences.")] = False,
 ) -> None:
     """Train a small model twice, with ordinary backpropagation and streamed, and compare gradients, losses and memory.

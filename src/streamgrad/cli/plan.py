@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from streamgrad.cli.outputs import writable_file
 from streamgrad.cli.plan_picture import draw
 from streamgrad.cli.plan_tables import group_table, lengths_table, plan_table
 from streamgrad.config import KEEP_POLICIES, OFFLOAD_PLACES
@@ -71,7 +72,7 @@ def plan(
         typer.Option(help="Rates of attention, forward and backward.", show_default="the card's"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of a table.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Also draw the report into this file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also draw the report into this file.", callback=writable_file)] = None,
 ) -> None:
     """Show what a training step will hold and take, from the configuration alone, without weights or a GPU.
 

@@ -10,6 +10,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from streamgrad.cli.outputs import writable_folder
+
 _CHUNKS = 8
 _JSON_POINTS = 400
 
@@ -24,7 +26,9 @@ def profile(
     keep: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "input",
     offload: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "none",
     device: Annotated[str | None, typer.Option(help="cuda or cpu.", show_default="cuda if there is one, else cpu")] = None,
-    out: Annotated[Path, typer.Option(help="The directory for profile.png and profile.html.")] = Path("out/profile"),
+    out: Annotated[Path, typer.Option(help="Where profile.png and profile.html go.", callback=writable_folder)] = Path(
+        "out/profile"
+    ),
     as_json: Annotated[bool, typer.Option("--json", help="Print timelines and words as JSON instead of the words.")] = False,
 ) -> None:
     """Show where the memory of a training step goes, with gradient checkpointing and with streaming.
