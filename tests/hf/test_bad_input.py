@@ -61,18 +61,22 @@ def build(kind, model_type, **options):
         ),
         (lambda: build(AutoModelForCausalLM, "recurrent_gemma", lru_width=32, head_dim=8), "Conv1d, which mixes tokens"),
         (lambda: build(AutoModelForCausalLM, "bloom"), "BloomForCausalLM cannot be streamed"),
+        (lambda: build(AutoModelForCausalLM, "falcon"), "FalconForCausalLM cannot be streamed"),
+        (lambda: build(AutoModel, "bert"), "BertModel cannot be streamed"),
         (
             lambda: build(AutoModelForCausalLM, "gemma3_text", use_bidirectional_attention=True, head_dim=8),
             "bidirectional attention",
         ),
     ],
-    ids=["t5", "resnet", "mamba", "recurrent_gemma", "bloom", "bidirectional"],
+    ids=["t5", "resnet", "mamba", "recurrent_gemma", "bloom", "falcon", "bert", "bidirectional"],
 )
 def test_models_that_cannot_be_streamed_are_refused_by_name(make, words):
     model = make()
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=words) as refused:
         streamgrad.enable(model)
     assert "forward" not in vars(model)
+    *_, next_step = str(refused.value).split(". ")
+    assert next_step.startswith(("Train it without streamgrad, with model.gradient_checkpointing_enable()", "Pass a decoder-only"))
 
 
 def test_layers_of_unknown_types_are_refused_by_type():

@@ -32,7 +32,7 @@ from streamgrad.head.module_head import summed_module_cross_entropy
 from streamgrad.head.targets import TargetRows, flatten, is_plain
 from streamgrad.hf.decoder import masks_by_chunk
 from streamgrad.hf.deepspeed import check_head
-from streamgrad.hf.discover import names_in
+from streamgrad.hf.discover import cannot_be_streamed, names_in
 from streamgrad.hf.mask_checks import check_predictions
 from streamgrad.hf.no_logits import NoLogits
 from streamgrad.hf.passage import Passage
@@ -197,15 +197,11 @@ def traced_logit_map(model: PreTrainedModel, decoder: nn.Module, head: nn.Module
     try:
         type(model).forward(probe, input_ids=tokens, labels=tokens, **without)
     except SeamError as error:
-        raise ValueError(f"{type(model).__name__} cannot be streamed: {error}.") from error
+        raise cannot_be_streamed(model, error) from error
     except Exception as error:
-        raise ValueError(
-            f"{type(model).__name__} cannot be streamed: its forward with labels could not be followed ({error})."
-        ) from error
+        raise cannot_be_streamed(model, f"its forward with labels could not be followed ({error})") from error
     if len(recorded) != 1 or not isinstance(recorded[0], LogitsPlaceholder):
-        raise ValueError(
-            f"{type(model).__name__} cannot be streamed: its forward does not pass the logits to self.loss_function."
-        )
+        raise cannot_be_streamed(model, "its forward does not pass the logits to self.loss_function")
     return recorded[0].logit_map
 
 
@@ -248,7 +244,7 @@ def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream,
             with masks_by_chunk(model, arguments):
                 output = stock(*args, **kwargs)
         except SeamError as error:
-            raise ValueError(f"{type(model).__name__} cannot be streamed: {error}.") from error
+            raise cannot_be_streamed(model, error, enabled=True) from error
         except ShortOfMemory as error:
             if job.is_started and (decoder := InstalledForward.on(model.get_decoder())) is not None:
                 error.args = (f"{error} {decoder.stream.planner.note_shortage()}".rstrip(),)

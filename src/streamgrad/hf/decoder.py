@@ -37,6 +37,7 @@ from streamgrad.hf.call_checks import drop_cache, refuse_what_needs_whole_layers
 from streamgrad.hf.deepspeed import is_partitioned
 from streamgrad.hf.discover import (
     attention_configs,
+    cannot_be_streamed,
     decoder_layers,
     foreign_attention,
     has_attention,
@@ -108,7 +109,7 @@ def decoder_forward(decoder: Any, stock: Callable[..., Any], stream: DecoderStre
         with stream.in_use.claimed(name):
             output = _streamed_or_again(decoder, stock, stream, sequences)
     except SeamError as error:
-        raise ValueError(f"{name} cannot be streamed: {error}. Call streamgrad.disable(model) to train it without.") from error
+        raise cannot_be_streamed(decoder, error, enabled=True) from error
     if stream.head is None:  # else a gradient reaches the streamed head first, which lets all of the model be protected
         protect_gradients(output[0], lambda: parameters_of(decoder))
     return output
@@ -123,7 +124,7 @@ def surrounding_forward(model: Any, stock: Callable[..., Any], config: StreamCon
         with masks_by_chunk(model, arguments):
             return stock(**arguments)
     except SeamError as error:
-        raise ValueError(f"{type(model).__name__} cannot be streamed: {error}.") from error
+        raise cannot_be_streamed(model, error, enabled=True) from error
 
 
 @contextmanager
@@ -190,8 +191,7 @@ def _should_stream(decoder: Any, stream: DecoderStream, arguments: dict[str, Any
     fills_cache = getattr(decoder.config, "use_cache", False) if use_cache is None else use_cache
     has_cache = arguments.get("past_key_values") is not None
     wants_more = arguments.get("output_attentions") or getattr(decoder.config, "output_attentions", False)
-    is_paged = arguments.get("cache") is not None  # of continuous batching
-    if fills_cache or has_cache or wants_more or is_paged:
+    if fills_cache or has_cache or wants_more or arguments.get("cache") is not None:  # the last, of continuous batching
         return False
     return tokens is not None and tokens.shape[1] > stream.planner.chunk_size(*tokens.shape[:2])
 

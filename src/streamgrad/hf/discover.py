@@ -68,6 +68,17 @@ def wrapped_by_engine(wrapper: Any) -> nn.Module | None:
     return module if isinstance(module, nn.Module) else None
 
 
+def cannot_be_streamed(model: nn.Module, reason: object, *, enabled: bool = False) -> ValueError:
+    """Return the error that refuses a model for `reason`, which ends with what to do instead."""
+    remedy = (
+        "Call streamgrad.disable(model) to train it without."
+        if enabled
+        else "Train it without streamgrad, with model.gradient_checkpointing_enable(), or take a model of a family that is "
+        "streamed: docs/compatibility.md lists them."
+    )
+    return ValueError(f"{type(model).__name__} cannot be streamed: {str(reason).rstrip('.')}. {remedy}")
+
+
 def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
     """Return the module whose forward runs the decoder layers, after checking that these can be streamed."""
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
@@ -81,11 +92,9 @@ def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
     decoder = model.get_decoder()
     layers = decoder_layers(decoder)
     if not layers:
-        raise ValueError(
-            f"{name} cannot be streamed: {type(decoder).__name__}, which get_decoder() returns, has no list of decoder layers."
-        )
+        raise cannot_be_streamed(model, f"{type(decoder).__name__}, which get_decoder() returns, has no list of decoder layers")
     for reason in _refusals(decoder, layers, config, makes_masks=config is model.config):
-        raise ValueError(f"{name} cannot be streamed: {reason}.")
+        raise cannot_be_streamed(model, reason)
     return decoder
 
 

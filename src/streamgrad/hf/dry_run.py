@@ -59,7 +59,7 @@ def model_shape(config: PretrainedConfig, *, dtype: torch.dtype = torch.bfloat16
     total, layers = sum(parameter.numel() for parameter in whole.parameters()), len(own_layers)
     head = whole.get_output_embeddings()
     if head is None:
-        raise ValueError(f"{type(whole).__name__} has no language-modelling head, and a training step needs one.")
+        raise ValueError(f"{type(whole).__name__} has no language-modelling head, and a training step needs one. Pass a causal model.")
     kinds = getattr(text, "layer_types", None)
     # As many layers as have one of each kind: for each there may be rotary angles.
     part = config if hybrid else with_layers(config, 1 + max(map(kinds.index, kinds)) if kinds else 1)
@@ -102,7 +102,7 @@ def meta_model(config: PretrainedConfig, *, dtype: torch.dtype, lora_rank: int |
     except Exception as error:  # of any kind: no class of transformers' says in one way what it cannot be made of
         raise ValueError(
             f"transformers cannot build a {config.model_type} model of this configuration: "
-            f"{type(error).__name__}: {short_reason(error)}"
+            f"{type(error).__name__}: {short_reason(error).rstrip('.')}. Correct its config.json, or pass another model."
         ) from error
     if lora_rank is not None:
         try:
@@ -171,7 +171,10 @@ class _Recorder:
         for sample in islice(samples, len(self.numbers)):
             found[id(sample.layer)] = self._profiled(sample, backends, torch.empty_like(h_BLE).requires_grad_(), positions)
         if found.keys() != self.numbers.keys():
-            raise ValueError("it cannot be planned for: some of its layers take arguments that its first layer does not take")
+            raise ValueError(
+                "it cannot be planned for: some of its layers take arguments that its first layer does not take. Train it with a "
+                "memory_budget, which is planned for by what its layers are given."
+            )
         self.profile = _typical([(profile, self.numbers[layer]) for layer, profile in found.items()])
         raise _Finished
 

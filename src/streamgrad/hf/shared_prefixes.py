@@ -63,9 +63,9 @@ class SharedBatch:
         inner = _called_for(model)
         refusal = sharing_refusal(inner, self.input_ids.device)
         if refusal.always is not None or (self.moved and refusal.moved is not None):
-            remedy = "" if refusal.always else " Pass same_padding=True to share_prefixes."
+            remedy = "Pass separate rows" if refusal.always else "Pass same_padding=True to share_prefixes"
             reason = refusal.always or refusal.moved
-            raise ValueError(f"{type(inner).__name__} cannot share the beginnings of its sequences: {reason}.{remedy}")
+            raise ValueError(f"{type(inner).__name__} cannot share the beginnings of its sequences: {reason}. {remedy}.")
         with self.streamed(inner):
             output = inner.base_model(input_ids=self.input_ids, position_ids=self.position_ids, use_cache=False, **kwargs)
         return self.predicting(output.last_hidden_state)

@@ -212,7 +212,8 @@ def add_streamed_head(
     config, logit_map = enabled.stream.config, enabled.stream.logit_map
     if logit_map is None:
         raise ValueError(
-            f"{type(model).__name__} computes its loss in its own forward, so its tokens cannot be scored while streaming."
+            f"{type(model).__name__} computes its loss in its own forward, so its tokens cannot be scored while streaming. "
+            "Train it with TRL's own trainer, and call streamgrad.enable(model) first."
         )
     scored_map = replace(logit_map, scale=logit_map.scale / temperature)
     scoring = ScoringStream(
