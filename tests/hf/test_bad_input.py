@@ -76,7 +76,9 @@ def test_models_that_cannot_be_streamed_are_refused_by_name(make, words):
         streamgrad.enable(model)
     assert "forward" not in vars(model)
     *_, next_step = str(refused.value).split(". ")
-    assert next_step.startswith(("Train it without streamgrad, with model.gradient_checkpointing_enable()", "Pass a decoder-only"))
+    assert next_step.startswith(
+        ("Train it without streamgrad, with model.gradient_checkpointing_enable()", "Pass a decoder-only")
+    )
 
 
 def test_layers_of_unknown_types_are_refused_by_type():

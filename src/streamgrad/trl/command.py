@@ -16,7 +16,6 @@ from typing import Any
 import datasets
 import torch
 import yaml  # type: ignore[import-untyped]
-from accelerate.utils import DistributedType  # type: ignore[import-untyped]
 from transformers.utils.logging import disable_progress_bar
 from trl import (
     DatasetMixtureConfig,
