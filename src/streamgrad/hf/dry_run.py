@@ -59,7 +59,9 @@ def model_shape(config: PretrainedConfig, *, dtype: torch.dtype = torch.bfloat16
     total, layers = sum(parameter.numel() for parameter in whole.parameters()), len(own_layers)
     head = whole.get_output_embeddings()
     if head is None:
-        raise ValueError(f"{type(whole).__name__} has no language-modelling head, and a training step needs one. Pass a causal model.")
+        raise ValueError(
+            f"{type(whole).__name__} has no language-modelling head, and a training step needs one. Pass a causal model."
+        )
     kinds = getattr(text, "layer_types", None)
     # As many layers as have one of each kind: for each there may be rotary angles.
     part = config if hybrid else with_layers(config, 1 + max(map(kinds.index, kinds)) if kinds else 1)
