@@ -51,7 +51,7 @@ _HOMES = {
 }
 
 
-_PACKAGES = ("distributed", "objectives", "parallel", "trl")
+_PACKAGES = ("distributed", "integrations", "objectives", "parallel", "trl")
 
 
 def __getattr__(name: str) -> Any:
