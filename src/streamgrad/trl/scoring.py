@@ -134,7 +134,7 @@ def _shared(model: Any, given: dict[str, Any], labels: Tensor) -> SharedBatch | 
 def _scores(model: Any, stream: ScoringStream, hidden_BTE: Tensor, targets_BT: Tensor) -> dict[str, Tensor]:
     """Return the scores, computed inside the head module's own call, where engines that shard weights have gathered them."""
     outer, head = model.get_output_embeddings(), _linear_head(model)
-    passage, names = Passage(), []
+    passage, names = Passage(), list[str]()
 
     def forward(hidden_BTE: Tensor) -> Tensor:
         scores = token_scores(
