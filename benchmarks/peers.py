@@ -20,12 +20,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from streamgrad.attention.backends import flash_implementation
 from streamgrad.hf.discover import decoder_layers
 from streamgrad.parallel.zero3 import make_zero3_leaves
+
+_PRODUCTS = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+)
 
 MLP_PIECE_TOKENS = 4096
 HEAD_PIECES = 16
@@ -125,6 +135,17 @@ def use_flash(implementation: str) -> None:
 def flash_name() -> str:
     """Return the name of what torch's flash operators run."""
     return flash_implementation() or "FA2"
+
+
+def compile_layers(network: PreTrainedModel) -> None:
+    """Compile each layer by itself, for all lengths at once."""
+    for layer in decoder_layers(network.get_decoder()):
+        layer.compile(dynamic=True)
+
+
+def save_products() -> Any:
+    """Return the contexts of torch's selective checkpointing that keep products and attention, and run the rest again."""
+    return create_selective_checkpoint_contexts(list(_PRODUCTS))
 
 
 def split_mlps(network: PreTrainedModel) -> None:

@@ -22,7 +22,9 @@ from benchmarks.peers import (
     HEAD_PIECES,
     MLP_PIECE_TOKENS,
     apply_liger,
+    compile_layers,
     mini_sequence_loss,
+    save_products,
     shard_for_one_rank,
     split_mlps,
     zero3_for_one_rank,
@@ -61,8 +63,11 @@ class Subject:
             _attach_lora(network)
         elif objective != "sft":
             reference = copy.deepcopy(network).requires_grad_(False)
-        if "streamgrad" not in method:
-            network.gradient_checkpointing_enable(offload=method == "liger-offload")
+        if "streamgrad" not in method and not method.endswith("-nockpt"):
+            contexts = {"context_fn": save_products} if method == "hf-sac" else {}
+            network.gradient_checkpointing_enable({"use_reentrant": False} | contexts, offload=method == "liger-offload")
+        if "compile" in method:
+            compile_layers(network)
         if method == "mst":
             split_mlps(network)
         if method == "streamgrad-fsdp2":
@@ -117,7 +122,7 @@ def _policy_of(config: StreamConfig, installed: InstalledForward) -> dict[str, A
 
 
 def _peers_policy(method: str) -> dict[str, Any]:
-    policy = {"gradient_checkpointing": True, "attention": "sdpa"}
+    policy = {"gradient_checkpointing": not method.endswith("-nockpt"), "attention": "sdpa"}
     return policy | {"mlp_piece_tokens": MLP_PIECE_TOKENS, "head_pieces": HEAD_PIECES} if method == "mst" else policy
 
 

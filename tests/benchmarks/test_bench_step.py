@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from benchmarks import lengths, step, subject
 from benchmarks.commands import app
 from benchmarks.peers import use_flash
 from benchmarks.records import Session, append_records, rows_in, versions
+from benchmarks.subject import Subject
 from benchmarks.tables import step_table
 from streamgrad.config import StreamConfig
 from streamgrad.hf import presets as names
@@ -381,3 +383,23 @@ def test_a_flash_attention_that_is_missing_is_named(on_cpu, monkeypatch, flash):
 def test_zero3_is_not_measured_beside_liger(on_cpu):
     result = on_cpu("step --methods liger,streamgrad-zero3")
     assert isinstance(result.exception, ValueError) and "two commands" in str(result.exception)
+
+
+def test_peers_that_keep_more_are_the_same_model(tiny_preset, monkeypatch):
+    """Gradients are those of full checkpointing, and nothing that is kept is run again."""
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda layer, **options: compiled.append(options))
+    gradients, products = {}, {}
+    for method in ("hf", "hf-nockpt", "hf-compile-nockpt", "hf-compile", "hf-sac"):
+        built = {"training": "full", "objective": "sft", "layers": None, "device": torch.device("cpu")}
+        peer = Subject.build(method, "tiny", **built)
+        ids = torch.randint(0, 61, (1, 33), generator=torch.Generator().manual_seed(0))
+        with FlopCounterMode(display=False) as flops:
+            peer.step_on(ids, accumulates=False)()
+        gradients[method] = torch.cat([parameter.grad.flatten().double() for parameter in peer.network.parameters()])
+        products[method] = flops.get_total_flops()
+        assert peer.outcome(StreamConfig())["policy"]["gradient_checkpointing"] == (not method.endswith("-nockpt"))
+    assert compiled == [{"dynamic": True}] * 4
+    for method, found in gradients.items():
+        torch.testing.assert_close(found, gradients["hf"], rtol=0.05, atol=0.05 * gradients["hf"].abs().max().item(), msg=method)
+    assert products["hf-sac"] == products["hf-nockpt"] < products["hf"] == products["hf-compile"]
