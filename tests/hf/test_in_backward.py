@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 
+import accelerate
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import streamgrad
 from gradients import more, no_float32, worst_gradient_error
@@ -368,5 +371,50 @@ def test_several_processes_are_refused(monkeypatch):
             streamgrad.optimizer_in_backward(model, torch.optim.SGD, lr=1e-2)
         with pytest.raises(RuntimeError, match="with 2 processes a gradient"):
             optimizer._update(optimizer.parameters[0])
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# --- Weights and states on the host -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("enabled_first", [True, False])
+def test_weights_that_accelerate_offloads_are_refused_by_name(enabled_first):
+    """The stock model would train nothing: its forward and backward run, and no parameter has a gradient."""
+    model, ids = tiny_model("llama"), tokens(1, 9)
+    if enabled_first:
+        streamgrad.enable(model, chunk_size=4)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"cpu_offload.*without a gradient.*CPUOffloadPolicy"):
+        streamgrad.enable(model, chunk_size=4)(input_ids=ids, labels=ids)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+def test_adamw_in_8_bits(paged):
+    """bitsandbytes': states of large parameters in 8 bits, those of small ones in 32; in backward as in an ordinary loop."""
+    optim = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install 'streamgrad[quantized]'").optim
+    kind = optim.PagedAdamW8bit if paged else optim.AdamW8bit
+
+    def made(by):
+        model = streamed("qwen3", dtype=torch.float32, hidden_size=64, intermediate_size=128)
+        return trained(model, lambda model: by(model))
+
+    expected = made(lambda model: kind(model.parameters(), lr=1e-2))
+    assert_same(made(lambda model: streamgrad.optimizer_in_backward(model, kind, lr=1e-2)), expected, 0.0)
+
+
+def test_fsdp2_with_weights_on_the_host():
+    """On one rank: weights, gradients and states are on the host, and the parameters become those of an ordinary loop."""
+    expected = trained(tiny_model("llama"), lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model, mesh = streamed("llama"), init_device_mesh("cpu", (1,))
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        ours = trained(model, lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False))
+        assert_same({name: parameter.full_tensor() for name, parameter in ours.items()}, expected)
+        with pytest.raises(ValueError, match="under FSDP.* a gradient"):
+            streamgrad.optimizer_in_backward(model, torch.optim.AdamW, lr=1e-2)
     finally:
         torch.distributed.destroy_process_group()

@@ -63,6 +63,7 @@ PRIVATE = {
     "transformers/utils/output_capturing.py": "_hidden_states_layers",
     "an adapter": "_active_adapter _disable_adapters",
     "accelerate.state.GradientState": "_shared_state",
+    "accelerate/hooks.py": "_hf_hook",
     "accelerate/state.py": "_mixed_precision",
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": "_SEQUENCE_PARALLEL_GROUP",
     "accelerate.state.AcceleratorState": "_shared_state",

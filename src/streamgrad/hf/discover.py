@@ -141,6 +141,12 @@ def layer_refusals(modules: list[nn.Module]) -> Iterator[str]:
                 f"{_place(layer, module)} trains in float8 with one scale for a whole tensor, which would be another one in each "
                 "chunk; use row-wise scales, Float8LinearConfig.from_recipe_name('rowwise'), which are exact in chunks"
             )
+        if "_hf_hook" in module.__dict__ and any(p is not None and p.is_meta for p in module._parameters.values()):
+            yield (
+                f"Accelerate brings the weight of {_place(layer, module)} from the host at each call (cpu_offload, disk_offload) "
+                "and leaves it without a gradient, streamed or not; keep the states of the optimizer on the host instead, or the "
+                "weights by FSDP2's CPUOffloadPolicy (docs/optimizers.md)"
+            )
         if is_packed(module):
             yield (
                 f"bitsandbytes has packed the weight of {_place(layer, module)} for inference on this processor, in eval mode, "
