@@ -25,7 +25,8 @@ from benchmarks.subject import Subject
 from benchmarks.tables import step_table
 from streamgrad.config import StreamConfig
 from streamgrad.hf import presets as names
-from streamgrad.hf.configs import preset_config, preset_model, preset_names
+from streamgrad.hf.configs import preset_config, preset_model
+from streamgrad.hf.presets import preset_names
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,6 +10,7 @@ import subprocess
 import pytest
 from typer.testing import CliRunner
 
+from families import small_model
 from streamgrad.cli.app import app
 from streamgrad.cli.profile_run import CHECKPOINTING, STREAMED
 from streamgrad.profile.advice import as_bytes
@@ -49,11 +50,19 @@ def test_the_command_in_words(tmp_path):
     assert result.output.count("Peak: ") == 2 and "chunks of 64" in result.output and "profile.html" in result.output
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_next"])
+def test_a_directory_is_profiled(family, tmp_path):
+    """A hybrid's, too."""
+    small_model(family).config.save_pretrained(tmp_path / "tiny")
+    result = run("--model", str(tmp_path / "tiny"), "--seq-len", "64", "--out", str(tmp_path / "out"))
+    assert result.exit_code == 0 and result.output.count("Peak: ") == 2, result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--model", "qwen9"], "--model qwen9 is not a preset"),
-        (["--layers", "2"], "--layers is for presets"),
+        (["--model", "qwen9"], "model='qwen9' is neither a directory that exists nor a preset"),
+        (["--layers", "2"], "--layers is for --model with a preset"),
         (["--device", "tpu"], "--device.*tpu"),
         (["--keep", "some"], "keep.*'some'"),
     ],

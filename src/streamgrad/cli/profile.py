@@ -17,8 +17,8 @@ _JSON_POINTS = 400
 
 
 def profile(
-    model: Annotated[str, typer.Option(help="A preset (qwen3-0.6b), with random weights, or tiny.")] = "tiny",
-    layers: Annotated[int | None, typer.Option(min=1, help="Run only the preset's first layers.", show_default="all")] = None,
+    model: Annotated[str, typer.Option(help="A preset (qwen3-0.6b), a directory with a config.json, or tiny.")] = "tiny",
+    layers: Annotated[int | None, typer.Option(min=1, help="Run only the model's first layers.", show_default="all")] = None,
     seq_len: Annotated[int, typer.Option(min=2, max=1 << 20, help="Tokens of the one sequence.")] = 2048,
     chunk_size: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a chunk, for layers and head.", show_default="an eighth of the sequence")

@@ -1,4 +1,4 @@
-"""Records the steps of `streamgrad profile`: one with gradient checkpointing and one streamed, on a preset or a tiny model."""
+"""Records the steps of `streamgrad profile`: one with gradient checkpointing and one streamed, on a model or a tiny one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import streamgrad
-from streamgrad.hf.configs import preset_model
-from streamgrad.hf.presets import preset_names
+from streamgrad.cli.bench_run import measured_model
+from streamgrad.hf.presets import check_found
 from streamgrad.profile.snapshot import recorder_for
 from streamgrad.profile.timeline import Timeline
 
@@ -18,13 +18,15 @@ CHECKPOINTING, STREAMED = "gradient checkpointing", "streamgrad"
 
 
 def profiled_model(name: str, layers: int | None, device: torch.device) -> PreTrainedModel:
-    """Return a preset, or a tiny model with the proportions of a real one: its vocabulary is several times as wide as the MLP."""
+    """Return a preset, the model of a directory, or a tiny one.
+
+    The latter has the proportions of a real one: its vocabulary is several times as wide as the MLP.
+    """
     if name != "tiny":
-        if name not in preset_names():
-            raise ValueError(f"--model {name} is not a preset. Pass tiny or one of {', '.join(preset_names())}.")
-        return preset_model(name, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32, layers=layers)
+        check_found(name)
+        return measured_model(name, layers, device)
     if layers is not None:
-        raise ValueError("--layers is for presets; the tiny model has its 4. Leave it out, or pass --model with a preset.")
+        raise ValueError("--layers is for --model with a preset or a directory; the tiny model has its 4. Leave it out.")
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=1500, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
@@ -38,7 +40,8 @@ def record_both(model: PreTrainedModel, tokens: int, device: torch.device, **opt
 
     `options` are those of `streamgrad.enable`.
     """
-    ids = torch.randint(model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0)).to(device)
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.randint(vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0)).to(device)
     model.gradient_checkpointing_enable()
     try:
         checkpointing = record(model, ids)

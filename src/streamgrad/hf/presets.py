@@ -57,7 +57,7 @@ def _spellings() -> dict[str, str]:
     """Return the preset of each name on the hub, with and without its owner, and of each preset's own name."""
     known: dict[str, str] = {}
     for name, sizes in presets().items():
-        hub = _plain(sizes["hub"])
+        hub = _plain(sizes.get("hub", name))
         known |= {_plain(name): name, hub: name, hub.partition("/")[2]: name}
     return known
 
