@@ -102,7 +102,7 @@ UNDOCUMENTED = {
 }
 
 # Of the standard library and ours.
-NOT_THEIRS = {"_getframe", "_replace", "_streamgrad"}
+NOT_THEIRS = {"_actions", "_getframe", "_replace", "_streamgrad"}
 
 
 def _adapter() -> nn.Module:

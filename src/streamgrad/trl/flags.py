@@ -43,8 +43,8 @@ class FlagParser(TrlParser):
 
     def format_help(self) -> str:
         """Return streamgrad's flags, those of TRL's that most runs use, and the names of the others."""
-        formatter = self._get_formatter()
-        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter = self.formatter_class(prog=self.prog)
+        formatter.add_usage(self.usage, self._actions, [])
         formatter.add_text(self.description)
         own, other = ([each for each in self._actions if (each.dest in self.own) is ours] for ours in (True, False))
         often = [each for name in OFTEN_USED for each in other if each.dest == name]
@@ -60,13 +60,14 @@ class FlagParser(TrlParser):
     def suggestion(self, unknown: Iterable[str]) -> str:
         """Return " Did you mean ...?" with a flag for each of the unknown ones that is much like it, or nothing."""
         flags = [word.partition("=")[0] for word in unknown if word.startswith("--")]
-        close = [match for flag in flags for match in difflib.get_close_matches(flag, self._option_string_actions, n=1)]
+        known = [spelling for action in self._actions for spelling in action.option_strings]
+        close = [match for flag in flags for match in difflib.get_close_matches(flag, known, n=1)]
         return f". Did you mean {' and '.join(dict.fromkeys(close))}?" if close else ""
 
 
 def _is_said(action: argparse.Action) -> bool:
     """Return False for the `--no_x` of an `--x` that takes true or false, and for what prints this help."""
-    return action.dest not in (argparse.SUPPRESS, "help") and not isinstance(action, argparse._StoreFalseAction)
+    return action.dest not in (argparse.SUPPRESS, "help") and action.const is not False
 
 
 def _with_one_spelling(action: argparse.Action) -> argparse.Action:
