@@ -91,7 +91,7 @@ def test_changes_of_the_model(change):
         loss.backward()
 
 
-@pytest.mark.skipif(not LAYERS_TAKE_STATES_UP, reason="layers of transformers before 5.22 are refused")
+@pytest.mark.skipif(not LAYERS_TAKE_STATES_UP, reason="layers of transformers before 5.21 are refused")
 def test_a_second_input_of_a_layer_that_changes():
     """Zamba 2's layers take the embeddings of all tokens beside hidden states."""
     model, taken = streamgrad.enable(small_model("zamba2"), chunk_size=5), []

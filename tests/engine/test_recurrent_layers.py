@@ -21,7 +21,7 @@ from streamgrad.hf.patching import InstalledForward
 from streamgrad.memory.live_bytes import LiveBytes
 from tiny import tokens
 
-pytestmark = pytest.mark.skipif(not LAYERS_TAKE_STATES_UP, reason="layers of transformers before 5.22 are refused")
+pytestmark = pytest.mark.skipif(not LAYERS_TAKE_STATES_UP, reason="layers of transformers before 5.21 are refused")
 
 # The gated delta rule, Mamba 2, and a convolution alone; each with a layer of attention.
 FAMILIES = ["qwen3_next", "granitemoehybrid", "lfm2"]

@@ -16,7 +16,7 @@ from streamgrad.memory.costs import ModelShape
 from streamgrad.memory.live_bytes import LiveBytes
 from tiny import FAMILIES, tiny_config, tiny_model, tokens
 
-needs_states = pytest.mark.skipif(not LAYERS_TAKE_STATES_UP, reason="layers of transformers before 5.22 are refused")
+needs_states = pytest.mark.skipif(not LAYERS_TAKE_STATES_UP, reason="layers of transformers before 5.21 are refused")
 
 
 def shape_of(preset: str, *, lora_rank: int | None = None) -> ModelShape:

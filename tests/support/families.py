@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import transformers
 from packaging.version import Version
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Cache, PreTrainedConfig, PreTrainedModel
 
 from tiny import VOCABULARY, WINDOW, tokens
 
@@ -142,11 +142,15 @@ STREAMED = {
 OWN_LOSS = {"bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart", "whisper"}
 
 # Layers of older transformers begin with a new state wherever they are given more than one token, and are refused.
-LAYERS_TAKE_STATES_UP = Version(transformers.__version__) >= Version("5.22")
-STREAMED_SINCE_5_22 = {
+LAYERS_TAKE_STATES_UP = hasattr(Cache, "is_recording_past")
+STREAMED_SINCE_5_21 = {
     "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe",
     "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba2",
 }  # fmt: skip
+
+# What older releases of transformers build otherwise: the first release with which the family is streamed.
+STREAMED_SINCE = {"ctrl": "5.13", "lfm2": "5.15", "lfm2_moe": "5.15", "moshi": "5.17", "nemotron": "5.13"}
+OLDER = Version(transformers.__version__) < Version("5.17")  # whose configurations are not all built by the options above
 
 REFUSED = {
     "axk2", "beam", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "bloom", "blt", "camembert", "codegen", "cpmant",

@@ -178,7 +178,7 @@ class Trial:
         if self.mixes_by_states:
             raise SeamError(
                 f"{self.name} gives other outputs for tokens in chunks than for all at once, so it does not take up the state "
-                "before a chunk (layers of transformers before 5.22 do not)"
+                "before a chunk (layers of transformers before 5.21 do not)"
             )
         raise SeamError(
             f"{self.name} gives other outputs or gradients for tokens in chunks than for all at once, so something beside "

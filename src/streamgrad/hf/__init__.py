@@ -1,0 +1,5 @@
+"""The seams of Hugging Face models."""
+
+from streamgrad.versions import check_version
+
+check_version("transformers")

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel, __version__
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -68,9 +68,9 @@ def wrapped_by_engine(wrapper: Any) -> nn.Module | None:
     return module if isinstance(module, nn.Module) else None
 
 
-def cannot_be_streamed(model: nn.Module, reason: object, *, enabled: bool = False) -> ValueError:
+def cannot_be_streamed(model: nn.Module, reason: object, *, enabled: bool = False, remedy: str = "") -> ValueError:
     """Return the error that refuses a model for `reason`, which ends with what to do instead."""
-    remedy = (
+    remedy = remedy or (
         "Call streamgrad.disable(model) to train it without."
         if enabled
         else "Train it without streamgrad, with model.gradient_checkpointing_enable(), or take a model of a family that is "
@@ -94,8 +94,24 @@ def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
     if not layers:
         raise cannot_be_streamed(model, f"{type(decoder).__name__}, which get_decoder() returns, has no list of decoder layers")
     for reason in _refusals(decoder, layers, config, makes_masks=config is model.config):
-        raise cannot_be_streamed(model, reason)
+        raise cannot_be_streamed(model, reason, remedy=_newer_transformers(layers))
     return decoder
+
+
+def _begin_anew(layer: nn.Module) -> bool:
+    """Return whether it is a layer of a transformers whose layers take no state up with several tokens, if they have one."""
+    return type(layer).__module__.startswith("transformers.") and not hasattr(Cache, "is_recording_past")
+
+
+def _newer_transformers(layers: list[nn.Module]) -> str:
+    """Return which transformers streams layers with states, where the installed one does not and some may have any."""
+    states = any(isinstance(module, nn.Conv1d) or is_recurrent([module]) for layer in layers for module in modules_of(layer))
+    if not states or not _begin_anew(layers[0]):
+        return ""
+    return (
+        f"transformers {__version__} is installed, and layers with states (linear attention, Mamba 2) are streamed from 5.21 on."
+        ' Run: pip install "transformers>=5.21"'
+    )
 
 
 def surrounding_models(model: PreTrainedModel, decoder: PreTrainedModel) -> list[PreTrainedModel]:
@@ -125,6 +141,8 @@ def layer_refusals(modules: list[nn.Module]) -> Iterator[str]:
         yield "its layers are wrapped by torch.compile; leave that out, or compile modules inside of the layers"
     if "mamba_selective_scan" in names_in(modules):
         yield f"{type(layer).__name__} has the scan of Mamba 1, which begins with a new state wherever it is given several tokens"
+    if "update_recurrent_state" in names_in(modules) and _begin_anew(layer):
+        yield f"{type(layer).__name__} begins with a new state wherever it is given several tokens"
     for module in filter(_is_suspect, modules):
         reason = _class_refusal(type(module))  # type: ignore[arg-type]
         if recurrent and isinstance(module, nn.Conv1d):
@@ -171,6 +189,7 @@ def _is_suspect(module: nn.Module) -> bool:
         type(own["_parameters"].get("weight")) not in (nn.Parameter, type(None))
         or "parametrizations" in own["_modules"]
         or "rope_type" in own
+        or "_hf_hook" in own
         or has_zero3_hooks(module)
         or may_be_adapter(module)
         or _class_refusal(kind) is not None  # type: ignore[arg-type]

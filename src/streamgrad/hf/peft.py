@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from streamgrad.engine.guards import AdapterFacts
+from streamgrad.versions import check_version
 
 # What decides which parameters an adapter uses, and how. A new adapter changes no value, so that only these tell.
 _SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
@@ -19,7 +20,10 @@ _SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling
 
 def base_model(wrapper: Any) -> Any:
     """Return the model inside a `peft.PeftModel`; None where it is not one."""
-    return wrapper.get_base_model() if hasattr(wrapper, "get_base_model") else None
+    if not hasattr(wrapper, "get_base_model"):
+        return None
+    check_version("peft")
+    return wrapper.get_base_model()
 
 
 def adds_tokens(wrapper: Any) -> bool:
