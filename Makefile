@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One torch thread a test process: two processes fill two cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: demo test test-all fuzz mutants wheel lint docs format clean
+.PHONY: demo test test-all test-matrix fuzz mutants wheel lint docs format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m streamgrad demo
@@ -18,6 +18,21 @@ test: $(VENV)/.installed
 test-all: $(VENV)/.installed
 	@command -v chromium >/dev/null || echo "Two tests need Chromium. On Debian or Ubuntu: apt-get install chromium"
 	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 -q
+
+# Every family, every kind of batch and every name of theirs that is used, with the oldest, a middle and the newest release of
+# transformers, PEFT and TRL that pyproject.toml allows (.ci/oldest.txt, .ci/middle.txt; the newest are those of the environment).
+MATRIX_TESTS := tests/project/test_versions.py tests/project/test_foreign_names.py tests/engine/test_exact_gradients.py \
+	tests/hf/test_all_families.py
+test-matrix: $(VENV)/.installed
+	rm -rf out/matrix
+	mkdir -p out/matrix/newest
+	for set in oldest middle; do \
+		$(BIN)/python -m pip install -q --no-deps --target out/matrix/$$set --requirement .ci/$$set.txt || exit 1; \
+	done
+	for set in oldest middle newest; do \
+		echo "With the $$set releases:"; \
+		$(ONE_THREAD) PYTHONPATH=out/matrix/$$set timeout 600 $(BIN)/python -m pytest -n 2 -q -m "not more" $(MATRIX_TESTS) || exit 1; \
+	done
 
 # Random cases against plain backpropagation, with a program for each that fails: `make fuzz CASES=5000 SEED=7` draws others.
 CASES ?= 2000
