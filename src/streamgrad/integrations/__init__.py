@@ -1,7 +1,4 @@
-"""Plugs into training frameworks: `StreamgradCallback` for every trainer of transformers' kind, and one module a framework.
-
-A framework's module imports it, and so is imported only by that framework: `streamgrad.integrations.axolotl`, `.swift`, `.verl`.
-"""
+"""Plugs into training frameworks: `StreamgradCallback`, for `transformers.Trainer` and every trainer built on it."""
 
 from streamgrad.integrations.callback import StreamgradCallback
 
