@@ -190,7 +190,8 @@ def _measured(
         model(**inputs).loss.backward()
 
     try:
-        step()  # what libraries set up at their first uses is no part of a step
+        for _ in range(4 if device.type == "cuda" else 1):
+            step()  # what libraries set up at their first uses, cuDNN's plans among it, is no part of a step
         peak_bytes = peak_bytes_of(step, device)[1]  # above weights and the gradients of the step before
         held = sum(parameter.nbytes * (1 + parameter.requires_grad) for parameter in model.parameters())
         return median_ms(step, device, runs), peak_bytes + held, None

@@ -48,7 +48,7 @@ def shared_prompts(records: Records, paper: dict[str, Any]) -> list[str]:
         "Qwen3-4B, all of it trained, medians, and peaks above weights and gradients: forward and backward of the policy "
         "over completions of one prompt, and the reference's forward pass for DPO. TRL's way is what its trainers run: Liger's "
         "kernels, checkpointing, its own head; a row at a time for GRPO. With inputs kept, streamgrad holds what checkpointing "
-        "holds; auto fills the card.",
+        "holds; auto fills the card. The records with inputs kept are of a third step, in which cuDNN may still make plans.",
         markdown_table(header, rows),
         origin(cells.values()),
         *_longest_prompts(records),
@@ -107,7 +107,8 @@ def families(records: Records, paper: dict[str, Any]) -> list[str]:
               "its peak", "gain, inputs kept", "gain"]  # fmt: skip
     return [
         'One sequence, forward and backward, one limit of memory for all methods. "Inputs kept" holds what checkpointing holds; '
-        "otherwise streamgrad uses what there is. The peer is transformers' checkpointing without Liger's kernels.",
+        "otherwise streamgrad uses what there is. The peer is transformers' checkpointing without Liger's kernels. "
+        "Hybrids run transformers' own code of the delta rule, and their records are of a third step.",
         markdown_table(header, rows),
         origin(cells.values()),
     ]

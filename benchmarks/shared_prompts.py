@@ -172,7 +172,8 @@ def _measured(
 ) -> tuple[float | None, int | None, str | None]:
     try:
         ballast = torch.empty(held_bytes, dtype=torch.uint8, device=device)
-        step()  # what libraries set up at their first uses is no part of a step
+        for _ in range(4 if device.type == "cuda" else 1):
+            step()  # what libraries set up at their first uses, cuDNN's plans among it, is no part of a step
         peak_bytes = peak_bytes_of(step, device)[1] + ballast.nbytes
         return median_ms(step, device, runs), peak_bytes, None
     except (RuntimeError, MemoryError) as failure:
