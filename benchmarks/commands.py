@@ -12,7 +12,7 @@ from rich.console import Console
 from benchmarks.names import MEASURED, REPORT, RESULTS, ROWS_FILE
 from benchmarks.step_commands import bench_max_length, bench_memory, bench_partition, bench_predicted, bench_step
 from streamgrad.cli.check import check_table
-from streamgrad.config import parse_tokens
+from streamgrad.config import parse_count
 
 # What measures is imported in each command, so that `--help` need not wait for it.
 app = typer.Typer(
@@ -178,7 +178,7 @@ def bench_head(
             shape=head_alone.Shape(tokens or default.tokens, width or default.width, vocabulary or default.vocabulary),
             device=target,
             dtype=getattr(torch, dtype or (Dtype.bfloat16 if on_gpu else Dtype.float32)),
-            chunk_size=parse_tokens("chunk_size", chunk_size),
+            chunk_size=parse_count("chunk_size", chunk_size),
             runs=runs,
         ):
             append_records(out, [record])
