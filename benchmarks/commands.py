@@ -178,7 +178,7 @@ def bench_head(
             shape=head_alone.Shape(tokens or default.tokens, width or default.width, vocabulary or default.vocabulary),
             device=target,
             dtype=getattr(torch, dtype or (Dtype.bfloat16 if on_gpu else Dtype.float32)),
-            chunk_size=parse_count("chunk_size", chunk_size),
+            chunk_size=parse_count("chunk_size", chunk_size, "tokens"),
             runs=runs,
         ):
             append_records(out, [record])

@@ -73,7 +73,7 @@ def bench_step(
         memory_budget=memory_budget, accumulate=accumulate, flash=unless(flash, Flash.FA2), kernels=kernels,
         warm_ups=unless(warm_ups, 4),
     )  # fmt: skip
-    options["chunk_size"] = parse_count("chunk_size", chunk_size)
+    options["chunk_size"] = parse_count("chunk_size", chunk_size, "tokens")
     if memory_budget == "liger" and batches != [1]:
         raise ValueError(f"--batch {batch} has no budget: --memory-budget liger is of records of one sequence. Leave one out.")
     budgets = peaks_in(out, method="liger", model=model, lengths=lengths) if memory_budget == "liger" else None
@@ -114,7 +114,7 @@ def bench_memory(
     lengths, chosen = numbers_in("--seq", seq), methods.split(",")
     measure = partial(
         measure_memory, model=model, lengths=lengths, methods=chosen, layers=layers, training=training,
-        offload=offload, chunk_size=parse_count("chunk_size", chunk_size), command=command,
+        offload=offload, chunk_size=parse_count("chunk_size", chunk_size, "tokens"), command=command,
     )  # fmt: skip
     done = run_steps(measure, out, cells=len(chosen) * len(lengths), resume=resume)
     for method in dict.fromkeys(record.method for record in done):
