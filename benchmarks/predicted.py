@@ -39,7 +39,7 @@ class Configuration:
     def longest_tokens(self) -> int:
         report = estimate(
             self.model, method=self.training, gpu_memory=self.gpu_memory, host_memory=HOST_MEMORY,
-            offload=self.offload, optimizer="none",
+            offload=self.offload, recompute_layers=1, optimizer="none",
         )  # fmt: skip
         return report.streamed.longest_tokens
 
@@ -60,7 +60,7 @@ class Configuration:
                 model=self.model,
                 lengths=lengths,
                 methods=["streamgrad"],
-                config=StreamConfig(offload=self.offload),
+                config=StreamConfig(offload=self.offload, recompute_layers=1),
                 runs=1,
                 warm_ups=0,
                 training=self.training,

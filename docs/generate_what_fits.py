@@ -41,14 +41,15 @@ measured on an H200 ([plan.md](plan.md#how-far-off-they-are)). `python docs/gene
 - **Cards:**
 {cards}
   streamgrad keeps on the host what the card cannot hold. An optimizer on the host and what layers keep there share 85 per cent of
-  it. Stay 10 per cent below a length that uses the host.
+  it. Stay 10 per cent below a length that uses the host. Every layer keeps its input (`recompute_layers=1`): longer sequences fit
+  in the same host where only some do.
 - **Full training** has the first optimizer of this list that leaves room for {enough:,} tokens, or else the one that leaves the
   most: AdamW with its moments in bfloat16; 8-bit AdamW; AdamW in backward (`streamgrad.optimizer_in_backward`, which frees
   gradients as layers finish); AdamW on the host, with the gradients. All three lengths of a cell are with the same one.
 - **Checkpointing** holds every layer's input, one layer's whole graph, and logits in fp32 three times: log-probabilities, and the
   gradients of these and of the logits. **With Liger** it holds a layer's graph with fused norms and activations, and its head
-  makes logits in pieces. Against the measured steps of Qwen3-4B the latter is within 7 per cent
-  ([tests/memory/test_peers.py](../tests/memory/test_peers.py)).
+  makes logits in pieces. Against the measured steps of Qwen3-4B, all of it trained, the latter is within 7 per cent
+  ([tests/memory/test_peers.py](../tests/memory/test_peers.py)); other sizes and adapters have no measured step to compare with.
 - A longest length is not a fast one. `python -m streamgrad plan qwen3-8b --max --gpu rtx4090 --method lora --quantization nf4`
   says how long a step takes.
 """
@@ -57,7 +58,7 @@ measured on an H200 ([plan.md](plan.md#how-far-off-they-are)). `python docs/gene
 @cache
 def longest(model: str, card: str, host_gib: int, settings: tuple[tuple[str, str], ...]) -> tuple[int, int, int]:
     """Return the tokens that fit: streamed, with Liger and checkpointing, and with checkpointing."""
-    options = Options(**dict(settings), machine=machine(gpu=card, host_bytes=host_gib * 2**30))
+    options = Options(**dict(settings), recompute_layers=1, machine=machine(gpu=card, host_bytes=host_gib * 2**30))
     shape = shape_of(model, lora_rank=options.rank).quantized(options.quantization)
     own = Estimator(shape, options)
     if options.host_left(own.state) < 0:

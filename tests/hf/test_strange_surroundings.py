@@ -66,13 +66,18 @@ def test_a_forward_that_was_made_a_method():
 
 
 def test_a_head_whose_output_is_copied():
-    """As FSDP2 does with an output_dtype."""
+    """As FSDP2 does, which casts tensors in it too with an output_dtype."""
     model, ids = tiny_model("llama", dtype=torch.float32), tokens(1, 9)
     expected = model(input_ids=ids, labels=ids).loss
     streamgrad.enable(model, chunk_size=4)
     model.lm_head.register_forward_hook(lambda module, inputs, output: dict(output))
     torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, expected)
-    model.lm_head.register_forward_hook(lambda module, inputs, output: {"loss": output["loss"].double()})
+    model.lm_head.register_forward_hook(lambda module, inputs, output: {name: cast.double() for name, cast in output.items()})
+    torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, expected)
+    model.lm_head.register_forward_hook(lambda module, inputs, output: {name: cast.bfloat16() for name, cast in output.items()})
+    with pytest.raises(ValueError, match="rounds the logits"):
+        model(input_ids=ids, labels=ids)
+    model.lm_head.register_forward_hook(lambda module, inputs, output: {})
     with pytest.raises(ValueError, match="treats the logits differently"):
         model(input_ids=ids, labels=ids)
 

@@ -95,7 +95,7 @@ def test_the_plan_and_the_peak_are_logged_and_reported(tmp_path, caplog):
     assert [entry.get("streamgrad/chunk_tokens") for entry in reporter.reported if "loss" in entry] == [7, 7, 7]
     assert not any(name.startswith("streamgrad/") for name in trainer.evaluate())
     told = [record.getMessage() for record in caplog.records if "is streamed" in record.getMessage()]
-    assert len(told) == 1 and "2 x attention; chunks of 7 tokens" in told[0]
+    assert len(told) == 1 and "3 chunks of at most 7" in told[0]
 
 
 def test_a_model_of_model_init_is_enabled_when_training_begins(tmp_path):

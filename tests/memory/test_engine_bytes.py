@@ -18,7 +18,8 @@ PAPER = {
 
 def zero2_longest(gpus: int) -> int:
     """As `streamgrad plan` has it, without host memory, in what an A800 of 80 GB lets a process have."""
-    report = streamgrad.estimate("qwen3-8b", engine="zero2", gpus=gpus, keep="input", offload="none", gpu_memory="79.3GiB")
+    options = {"keep": "input", "offload": "none", "recompute_layers": 1, "gpu_memory": "79.3GiB"}
+    report = streamgrad.estimate("qwen3-8b", engine="zero2", gpus=gpus, **options)
     return report.streamed.longest_tokens
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from streamgrad.cli.outputs import writable_file
 from streamgrad.cli.plan_picture import draw
 from streamgrad.cli.plan_tables import group_table, lengths_table, plan_table
-from streamgrad.config import KEEP_POLICIES, OFFLOAD_PLACES
+from streamgrad.config import KEEP_POLICIES, OFFLOAD_PLACES, parse_count
 from streamgrad.hf import estimate_options as choice
 from streamgrad.hf.choices import choices
 from streamgrad.hf.estimate import estimator_of, reports_of
@@ -66,6 +66,7 @@ def plan(
     dtype: Annotated[str, _one_of(choice.DTYPES, "Dtype of weights and activations")] = "bfloat16",
     keep: Annotated[str, _one_of(KEEP_POLICIES, "As for streamgrad.enable")] = "auto",
     offload: Annotated[str, _one_of(OFFLOAD_PLACES, "As for streamgrad.enable")] = "auto",
+    recompute_layers: Annotated[str, typer.Option(help="As for streamgrad.enable: auto, or a number of layers.")] = "auto",
     gemm_tflops: Annotated[float | None, typer.Option(help="Rate of matrix products.", show_default="the card's")] = None,
     attention_tflops: Annotated[
         tuple[float, float] | None,
@@ -99,6 +100,7 @@ def plan(
     options = choice.Options(
         batch=batch, method=method, lora_rank=lora_rank, quantization=quantization, objective=objective, optimizer=optimizer,
         weights=weights, engine=engine, gpus=gpus, gpus_per_node=gpus_per_node, sp=sp, keep=keep, offload=offload,
+        recompute_layers=parse_count("--recompute-layers", recompute_layers, "layers"),
         master_dtype=choice.full_dtype(master_dtype), dtype=choice.full_dtype(dtype), machine=place,
     )  # fmt: skip
     if (prompt_tokens, completion_tokens, group) != (None, None, None):

@@ -46,6 +46,7 @@ def estimate(
     host_memory: int | str | None = None,
     keep: str = "auto",
     offload: str = "auto",
+    recompute_layers: int | str = "auto",
     rates: Rates | None = None,
 ) -> Report:
     """Return what one training step of a model holds and takes, streamed and with plain gradient checkpointing.
@@ -70,7 +71,7 @@ def estimate(
         master_dtype: what FSDP2 keeps trained 16-bit weights in: "auto" as Accelerate does with mixed precision, in float32.
         gpu: a card's name, such as "rtx4090"; by default this machine's GPU or, where it has none, an H100 with 80 GB.
         gpu_memory, host_memory: of one GPU, and of the machine that it is in, in place of the card's and this machine's.
-        keep, offload: as for `StreamConfig`.
+        keep, offload, recompute_layers: as for `StreamConfig`.
         rates: FLOPs a second, in place of the card's.
     """
     place = machine(
@@ -82,7 +83,7 @@ def estimate(
     options = Options(
         batch=batch, method=method, lora_rank=lora_rank, quantization=quantization, objective=objective, optimizer=optimizer,
         weights=weights, engine=engine, gpus=gpus, gpus_per_node=gpus_per_node, sp=sp, master_dtype=full_dtype(master_dtype),
-        dtype=full_dtype(dtype), keep=keep, offload=offload, machine=place,
+        dtype=full_dtype(dtype), keep=keep, offload=offload, recompute_layers=recompute_layers, machine=place,
     )  # fmt: skip
     (report,) = estimate_lengths(model, [seq_len], options)
     return report

@@ -57,6 +57,7 @@ class Options:
     dtype: str = "bfloat16"
     keep: str = "auto"
     offload: str = "auto"
+    recompute_layers: int | str = "auto"
     machine: Machine = field(default_factory=machine)
 
     def __post_init__(self) -> None:
@@ -93,6 +94,13 @@ class Options:
             raise ValueError(
                 f"gpus={self.gpus} do not fill machines of gpus_per_node={self.gpus_per_node}. Pass a number that it divides."
             )
+        if self.recompute_layers != "auto":
+            check_count("recompute_layers", self.recompute_layers)
+            if self.recompute_layers != 1 and self._gathers:
+                raise ValueError(
+                    f"recompute_layers={self.recompute_layers} with engine={self.engine!r}, which gathers a layer's parameters "
+                    "for its own turn alone. Pass recompute_layers=1, or another engine."
+                )
         self.setup  # noqa: B018  (which refuses what does not go together)
 
     @property
@@ -119,11 +127,15 @@ class Options:
         return HOST_SHARE * self.machine.host_bytes / self.ranks.on_a_host - state.host_bytes
 
     def card(self, state: TrainingState) -> Card:
-        # Engines that gather a layer's parameters do so for its own turn alone.
-        segments = 1 if self.engine in ("fsdp2", "zero3") else None
-        return Card(self.machine.gpu_bytes, max(0.0, self.host_left(state)), self.keep, self.offload, segments)
+        chosen = None if isinstance(self.recompute_layers, str) else self.recompute_layers
+        host_bytes = max(0.0, self.host_left(state))
+        return Card(self.machine.gpu_bytes, host_bytes, self.keep, self.offload, 1 if self._gathers else chosen)
+
+    @property
+    def _gathers(self) -> bool:
+        return self.engine in ("fsdp2", "zero3")
 
 
-def check_count(name: str, number: int | None) -> None:
+def check_count(name: str, number: int | str | None) -> None:
     if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
         raise ValueError(f"{name} must be a whole number of at least 1, got {number!r}.")

@@ -59,6 +59,7 @@ class Report:
     dtype: str
     keep: str
     offload: str
+    recompute_layers: int | str
     streamed: Outlook
     checkpointing: Outlook
     assumptions: tuple[str, ...]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import resource
 import sys
 from typing import Any
@@ -18,8 +17,6 @@ from streamgrad.config import StreamConfig
 from streamgrad.hf.discover import find_decoder, unwrap
 from streamgrad.hf.patching import InstalledForward
 from streamgrad.parallel import make_zero3_leaves
-
-logger = logging.getLogger("streamgrad")
 
 _GIB = 2**30
 
@@ -52,7 +49,6 @@ class StreamgradCallback(TrainerCallback):
 
     def __init__(self, config: StreamConfig | None = None, **options: Any) -> None:
         self.config = StreamConfig.resolve(config, options) if config is not None or options else None
-        self._told = False
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Enable the model while no engine has wrapped it, which is when ZeRO-3 can be told to gather whole layers."""
@@ -65,13 +61,6 @@ class StreamgradCallback(TrainerCallback):
         check_trainer_arguments(args)
         enable_for_training(model, self.config)
         _go_before_reports(self)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Say once, as INFO of the logger "streamgrad", by which plan the model trains."""
-        installed = InstalledForward.on(unwrap(model).get_decoder())
-        if not self._told and state.is_world_process_zero and installed is not None:
-            self._told = True
-            logger.info("streamgrad: %s is streamed: %s", type(unwrap(model)).__name__, installed.stream.planner.latest)
 
     def on_log(
         self, args: Any, state: Any, control: Any, model: Any = None, logs: dict[str, float] | None = None, **kwargs: Any
