@@ -181,14 +181,19 @@ def choose_plan(step: Step, choices: Choices, budget: Budget) -> tuple[Plan, boo
     def fits(plan: Plan) -> bool:
         return plan.peak_bytes <= budget.device_bytes and plan.host_bytes <= budget.host_bytes
 
-    too_large: list[Plan] = []
+    def excess(plan: Plan) -> tuple[float, float]:
+        """With as much of the host as there is; if each plan needs more of it, the one that needs the least."""
+        return max(plan.host_bytes, budget.host_bytes), plan.peak_bytes
+
+    too_large: list[tuple[int, Plan]] = []
     for segment in _segment_sizes(step, choices):
         for smallest in plans(segment, worst_sizes[-1]):
             if fits(smallest):  # else no plan with larger chunks does
                 return next(plan for size in worst_sizes for plan in plans(segment, size) if fits(plan)), True
-            too_large.append(smallest)
-    # With as much of the host as there is; if each plan needs more of it, the one that needs the least.
-    return min(too_large, key=lambda plan: (max(plan.host_bytes, budget.host_bytes), plan.peak_bytes)), False
+            too_large.append((segment, smallest))
+    segment, least = min(too_large, key=lambda found: excess(found[1]))
+    # Larger chunks are faster where something else than a chunk needs the most.
+    return next(plan for size in worst_sizes for plan in plans(segment, size) if excess(plan) <= excess(least)), False
 
 
 def _chunk_sizes(
