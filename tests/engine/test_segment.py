@@ -236,6 +236,21 @@ def test_after_an_error_on_the_way():
         assert relative_error(parameter.grad, expected.gradients[name]) < 1e-10, name
 
 
+def test_an_input_that_changes_between_two_passes_is_noticed():
+    """The first pass ends above the layer that keeps its input, whose backward has not read it yet."""
+    model, found = deep_model("llama"), []
+    streamgrad.enable(model, chunk_size=7, recompute_layers=3)
+    model.model.layers[0].register_forward_hook(lambda module, args, out: found.append(out))
+    leaf = batches.embedded(model)["inputs_embeds"].requires_grad_()
+    inputs = leaf.clone()
+    hidden = model.model(inputs_embeds=inputs, use_cache=False).last_hidden_state
+    torch.autograd.grad(hidden.sum(), found[0], retain_graph=True)
+    with torch.no_grad():
+        inputs[:, 2] *= 1.0001
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(found[0].sum(), leaf)
+
+
 # --- What it costs --------------------------------------------------------------------------------------------------------
 
 

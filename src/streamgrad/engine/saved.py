@@ -61,6 +61,7 @@ class SavedOnDevice:
         self._tensors, self._spans = [h_BTE], spans
         self._attended: list[Attended] = []
         self._read: list[Tensor] = []
+        self._versions: list[int] = []  # of what was read
 
     def note(self, index: int, attended: Attended | None) -> None:
         if attended is not None:
@@ -80,10 +81,14 @@ class SavedOnDevice:
     def read_whole(self, ctx: Any) -> Tensor:
         """Return the layer's input. All is held for `reader`: hooks of checkpointing give what was saved only once."""
         self._read = [tensor.detach() for tensor in ctx.saved_tensors]
+        self._versions = [tensor._version for tensor in self._read]
         return self._read[0]
 
     def reader(self, ctx: Any) -> Reader:
-        tensors, self._read = self._read or [tensor.detach() for tensor in ctx.saved_tensors], []
+        tensors, self._read = self._read, []
+        # Changed since, if the pass that read it ended before this layer's turn: autograd then says so.
+        if not tensors or [tensor._version for tensor in tensors] != self._versions:
+            tensors = [tensor.detach() for tensor in ctx.saved_tensors]
         return _DeviceReader(tensors, self._spans)
 
     def release(self) -> None:
