@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from torch.func import functional_call
 
 import batches
@@ -88,6 +89,22 @@ def test_changes_of_the_model(change):
         with torch.no_grad():
             weight.mul_(1.5)
     with pytest.raises(RuntimeError, match="between forward and backward|computed something else|trainable in backward"):
+        loss.backward()
+
+
+def test_a_frozen_parameter_that_takes_the_place_of_one_that_is_gone():
+    """It may have the other's id, and is too much like it for its outcome to tell."""
+    model = tiny_model("llama")
+    projection = model.model.layers[0].mlp.up_proj
+    values = projection.weight.detach().clone()
+    projection.weight = nn.Parameter(values, requires_grad=False)
+    streamgrad.enable(model, **OPTIONS)
+    loss = model(**batches.plain(None)).loss
+    values = 1.0002 * values
+    place = id(projection._parameters.pop("weight"))
+    others = [nn.Parameter(values, requires_grad=False) for _ in range(1000)]
+    projection.weight = next((other for other in others if id(other) == place), others[0])
+    with pytest.raises(RuntimeError, match="were replaced between forward and backward"):
         loss.backward()
 
 

@@ -47,7 +47,8 @@ class RerunGuard:
     def __init__(self, layer: nn.Module, parameters: Sequence[Tensor], name: str, adapters: AdapterFacts) -> None:
         self.layer, self.parameters, self.name, self.adapters = layer, parameters, name, adapters
         modules = modules_of(layer)
-        self._versions = _versions_of(modules, parameters_in(modules), adapters)
+        self._held = parameters_in(modules)  # so that no other parameter can have one's id
+        self._versions = _versions_of(modules, self._held, adapters)
         self._state = _state_of(modules, adapters)
         self._last_rows: list[Tensor] = []
         self._rows_again: dict[int, Tensor] = {}
