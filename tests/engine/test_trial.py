@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import MethodType
 
 import pytest
 import torch
@@ -269,6 +270,20 @@ def test_a_mixer_that_comes_later_is_refused(keep):
         run_step(model, batches.plain(model))
         attach(model.model.layers[1].mlp)
         assert_refused(model)
+
+
+def test_a_mixer_in_place_of_a_forward_that_passed_is_refused():
+    """Python gives the memory of a method that is gone, and with it its id, to the next one."""
+    model = streamgrad.enable(tiny_model("llama"), chunk_size=CHUNK)
+    mlp = model.model.layers[1].mlp
+    stock = type(mlp).forward
+    scaled, mixed = (lambda self, h: 1.1 * stock(self, h)), (lambda self, h: stock(self, h).cumsum(dim=1))
+    mlp.forward = MethodType(scaled, mlp)
+    run_step(model, batches.plain(model))
+    place = id(mlp.__dict__.pop("forward"))
+    others = [MethodType(mixed, mlp) for _ in range(1000)]
+    mlp.forward = next((other for other in others if id(other) == place), others[0])
+    assert_refused(model)
 
 
 def test_keys_and_queries_that_mix_tokens_are_refused():

@@ -319,17 +319,23 @@ def _contents(modules: Sequence[nn.Module], adapters: AdapterFacts) -> Hashable:
     """Return what tells whether a layer is still the one that was tried: modules, code, switches, hooks, what is trained."""
     return tuple(
         (
-            id(module),
+            weakref.ref(module),
             type(module).forward,
             *((name, value) for name, value in module.__dict__.items() if type(value) in (bool, float, str)),
             *(tuple(module.__dict__[kind]) for kind in _HOOKS),
             *(p.requires_grad for p in module._parameters.values() if p is not None),
             *(buffer._version for buffer in module._buffers.values() if buffer is not None),
-            None if module is modules[0] else id(module.__dict__.get("forward")),
+            None if module is modules[0] else identity(module.__dict__.get("forward")),
             *map(str, adapters.state(module)),
         )
         for module in modules
     )
+
+
+def identity(forward: Any) -> Hashable:
+    """Return what tells a function, and what it is bound to, from all others; an `id` goes to another when its owner is gone."""
+    owner, function = getattr(forward, "__self__", None), getattr(forward, "__func__", forward)
+    return tuple(part if part is None else weakref.ref(part) for part in (owner, function))
 
 
 def _stand_ins(modules: Sequence[nn.Module]) -> dict[int, Tensor]:

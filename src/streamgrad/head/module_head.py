@@ -19,7 +19,7 @@ from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.module_walk import trainable_parameters
 from streamgrad.engine.replay import DRAWING
 from streamgrad.engine.shortage import in_head
-from streamgrad.engine.trial import RunChunks, Span, Trial
+from streamgrad.engine.trial import RunChunks, Span, Trial, identity
 from streamgrad.head.linear_head import LogitMap
 from streamgrad.head.targets import TargetRows
 from streamgrad.ops.accumulate import accumulator_dtype, scaled, zeros_for_sum
@@ -36,9 +36,7 @@ def summed_module_cross_entropy(
     refuse_transforms("the streamed head")
     parameters = trainable_parameters(module)
     name = f"its language-modelling head, a {type(module).__name__},"
-    Trial(module, name, _in_parts(run), NO_ADAPTERS, id(getattr(run, "__func__", run)), is_scaled_later=True)(
-        hidden_NE.unsqueeze(0)
-    )
+    Trial(module, name, _in_parts(run), NO_ADAPTERS, identity(run), is_scaled_later=True)(hidden_NE.unsqueeze(0))
     if not torch.is_grad_enabled() or not (hidden_NE.requires_grad or parameters):
         with torch.no_grad():
             return _total(module, run, hidden_NE, rows, logit_map), rows.count

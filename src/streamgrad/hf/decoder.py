@@ -33,6 +33,7 @@ from streamgrad.engine.recurrent_chunk import RecurrentCall
 from streamgrad.engine.replay import DRAWING
 from streamgrad.engine.segment import Joint
 from streamgrad.engine.shortage import naming_shortage
+from streamgrad.engine.trial import identity
 from streamgrad.hf.call_checks import drop_cache, refuse_what_needs_whole_layers
 from streamgrad.hf.deepspeed import is_partitioned
 from streamgrad.hf.discover import (
@@ -273,7 +274,7 @@ class _DecoderCall:
                 sharing=self.sequences.sharing,
                 adapters=PEFT_ADAPTERS,
                 surroundings=run.surroundings,
-                forward=id(getattr(self.forwards[index], "__func__", self.forwards[index])),
+                forward=identity(self.forwards[index]),
                 index=index,
                 in_use=self.stream.in_use,
                 on_shortage=self.stream.planner.note_shortage,

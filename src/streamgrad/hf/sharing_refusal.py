@@ -24,6 +24,7 @@ from streamgrad.attention.trees import Tree
 from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.module_walk import modules_of
 from streamgrad.engine.replay import DRAWING, Autocast, RandomTape
+from streamgrad.engine.trial import identity
 from streamgrad.hf.discover import decoder_layers, follows_length, has_recurrent_layers
 from streamgrad.hf.patching import InstalledForward, signature_of, temporary_attribute
 from streamgrad.hf.sequence_slices import sequence_group
@@ -85,11 +86,11 @@ def _contents(module: nn.Module) -> Hashable:
     own = module.__dict__
     hooks = [_code(*entry) for kind in ("_forward_hooks", "_forward_pre_hooks") for entry in own[kind].items()]
     return (
-        id(module),
+        weakref.ref(module),
         type(module).forward,
         *((name, value) for name, value in own.items() if type(value) in (bool, float, str) and name != "gradient_checkpointing"),
         frozenset(hooks),
-        None if InstalledForward.on(module) else id(own.get("forward")),
+        None if InstalledForward.on(module) else identity(own.get("forward")),
     )
 
 
