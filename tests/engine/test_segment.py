@@ -132,11 +132,14 @@ def test_what_is_added_between_layers_is_kept():
     assert len(found) < model.config.text_config.num_hidden_layers - 1
 
 
-@pytest.mark.parametrize("way", ["out of place", "in place", "detached", "pre-hook"])
+@pytest.mark.parametrize("way", ["out of place", "in place", "data", "detached", "pre-hook"])
 def test_hooks_between_layers(way):
     model = deep_model("llama")
 
     def hook(module, args, out):
+        if way == "data":  # by less than a re-run may differ
+            out.data[:, 3] *= 1.0001
+            return None
         if way == "detached":
             return out.detach()
         return out.mul_(1.5) if way == "in place" else out * 1.5

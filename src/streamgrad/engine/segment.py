@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from streamgrad.engine.kv_chunk import Attended
@@ -28,11 +29,11 @@ class Joint:
 
     def __init__(self) -> None:
         self._out_BTE: Tensor | None = None
-        self._version = 0
+        self._version, self._sum = 0, torch.tensor(0)
 
     def note(self, out_BTE: Tensor) -> None:
         """Hold the output of a layer, until the next layer is called: no other tensor can have its memory meanwhile."""
-        self._out_BTE, self._version = out_BTE, out_BTE._version
+        self._out_BTE, self._version, self._sum = out_BTE, out_BTE._version, _sum_of_bits(out_BTE)
 
     def node_below(self, h_BTE: Tensor) -> Any:
         """Return the autograd node of the streamed layer whose output `h_BTE` is, bit for bit; None if there is none."""
@@ -40,12 +41,26 @@ class Joint:
         if out_BTE is None or _place(h_BTE) != _place(out_BTE) or h_BTE._version != self._version:
             return None
         node = out_BTE.grad_fn
-        return node if hasattr(node, "kept") and _reaches(h_BTE.grad_fn, node) else None
+        if not hasattr(node, "kept") or not _reaches(h_BTE.grad_fn, node):
+            return None
+        return node if torch.equal(_sum_of_bits(h_BTE), self._sum) else None
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
     """Return what two tensors have in common that are the same numbers in the same memory."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    """Return what nearly every change of the numbers changes: what a hook writes into `.data` raises no version.
+
+    Eight bytes count as one number, as torch copies smaller integers to sum them. NaN, which equals nothing, where that is not
+    possible.
+    """
+    size = tensor.dtype.itemsize
+    if not tensor.is_contiguous() or tensor.shape[-1] * size % 8 or tensor.storage_offset() * size % 8:
+        return torch.tensor(torch.nan)
+    return tensor.detach().view(torch.int64).sum()
 
 
 def _reaches(function: Any, node: Any) -> bool:
