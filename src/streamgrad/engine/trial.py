@@ -335,7 +335,9 @@ def _contents(modules: Sequence[nn.Module], adapters: AdapterFacts) -> Hashable:
 def identity(forward: Any) -> Hashable:
     """Return what tells a function, and what it is bound to, from all others; an `id` goes to another when its owner is gone."""
     owner, function = getattr(forward, "__self__", None), getattr(forward, "__func__", forward)
-    return tuple(part if part is None else weakref.ref(part) for part in (owner, function))
+    parts = [part for part in (owner, function) if part is not None]
+    # What takes no weak reference equals nothing, and is tried in every step.
+    return tuple(weakref.ref(part) if type(part).__weakrefoffset__ else object() for part in parts)
 
 
 def _stand_ins(modules: Sequence[nn.Module]) -> dict[int, Tensor]:
