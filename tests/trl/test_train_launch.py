@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from accelerate import ParallelismConfig
+from accelerate import DistributedType, ParallelismConfig
 from transformers import AutoModelForCausalLM
 from trl import DPOTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
@@ -150,7 +150,8 @@ def shared(trainer_type: type, **attributes: object) -> SimpleNamespace:
     """What `prepare_shared_sequences` reads of a trainer under sp_size=2."""
     parallelism = ParallelismConfig(sp_size=2, sp_backend="deepspeed")
     trainer = object.__new__(trainer_type)
-    trainer.__dict__.update(accelerator=SimpleNamespace(parallelism_config=parallelism), **attributes)
+    state = {"distributed_type": DistributedType.DEEPSPEED, "num_processes": 2}
+    trainer.__dict__.update(accelerator=SimpleNamespace(parallelism_config=parallelism, **state), **attributes)
     return trainer
 
 
