@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
 from accelerate.state import AcceleratorState
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import streamgrad
 from engine_worker import Reference, launch
@@ -150,6 +152,7 @@ def test_refusals(subtests, two_ranks):
     for name, needles in {
         "heads": ["3 attention heads cannot be shared by 2 ranks", "Ring attention"],
         "empty": ["every rank's slice of input_ids has shape (1, 0)", "at least one token"],
+        "segments": ["recompute_layers=2 cannot be used", "nor where ranks share a sequence", "Pass recompute_layers=1"],
         "labels": ["shift_labels"],
         "dense mask": ["attention_mask other than (batch, tokens)", "position_ids that restart"],
         "boundaries": ["cu_seq_lens_q cannot be passed"],
@@ -200,6 +203,19 @@ def one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
+
+
+def test_segments_of_sharded_layers_are_refused(one_rank):
+    """FSDP2 gathers a layer for its own turn; `recompute_layers="auto"` stays at 1."""
+    model = tiny_model("llama", dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+    ids = tokens(1, 9)
+    streamgrad.enable(model, chunk_size=4, recompute_layers=2)
+    with pytest.raises(ValueError, match="recompute_layers=2 cannot be used with FSDP2 or ZeRO-3"):
+        model(input_ids=ids, labels=ids)
+    streamgrad.enable(streamgrad.disable(model), chunk_size=4, memory_budget="1GiB")
+    model(input_ids=ids, labels=ids).loss.backward()
 
 
 def test_a_16_bit_loss_is_counted_in_32(one_rank):

@@ -7,7 +7,7 @@ import pytest
 from docs import generate_what_fits as fits
 from gradients import more
 
-ROWS = [("qwen3-8b", "QLoRA"), ("qwen3-32b", "full")]
+ROWS = [("qwen3-8b", "QLoRA"), pytest.param("qwen3-32b", "full", marks=more)]
 
 
 @pytest.mark.parametrize(("model", "method"), ROWS)

@@ -285,11 +285,13 @@ def refusals() -> dict[str, str]:
     dynamic = tiny_model("llama", rope_parameters=scaling)
     dynamic = sequence_parallel(streamgrad.enable(dynamic, chunk_size=4), group)
     few_heads = streamgrad.enable(tiny_model("llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=24))
+    in_segments = streamgrad.enable(tiny_model("llama"), chunk_size=4, recompute_layers=2)
     with torch.no_grad():
         cache = streamgrad.disable(copy.deepcopy(model))(input_ids=ids, use_cache=True).past_key_values
     return {
         "heads": message(sequence_parallel, few_heads, group),
         "empty": message(model, input_ids=ids[:, :0]),
+        "segments": message(sequence_parallel(in_segments, group), input_ids=ids, labels=ids, shift_labels=ids),
         "labels": message(model, input_ids=ids, labels=ids),
         "dense mask": message(model, input_ids=ids, attention_mask=torch.ones(1, 1, 8, 8, dtype=torch.bool)),
         "boundaries": message(model, input_ids=ids, position_ids=torch.arange(8)[None], cu_seq_lens_q=ends, cu_seq_lens_k=ends),

@@ -334,12 +334,13 @@ class _DecoderCall:
     def _make_plan(self, h_BTE: Tensor, samples: Iterable[Sample]) -> Plan:
         """Return the plan of all layers; `samples` has a layer of each kind, ready to be measured."""
         planner, stream, sharing = self.stream.planner, self.stream, self.sequences.sharing
-        if self.gathered and torch.is_grad_enabled():
+        in_turn = self.gathered or sharing.ranks > 1  # layers run in the same order on all ranks
+        if in_turn and torch.is_grad_enabled():
             planner.refuse_segments()
         if not torch.is_grad_enabled() or not planner.must_measure(self.layers, h_BTE):
             return planner.plan_without_costs(len(self.layers), *h_BTE.shape[:2])
         costs = planner.measured_costs(samples, stream.backends, h_BTE, sharing)
-        call = PlannedCall(self.decoder, self.parameters, h_BTE, stream.head, stream.host_store, sharing, not self.gathered)
+        call = PlannedCall(self.decoder, self.parameters, h_BTE, stream.head, stream.host_store, sharing, not in_turn)
         return planner.plan(call, costs)
 
 

@@ -96,10 +96,10 @@ class Options:
             )
         if self.recompute_layers != "auto":
             check_count("recompute_layers", self.recompute_layers)
-            if self.recompute_layers != 1 and self._gathers:
+            if self.recompute_layers != 1 and self._in_turn:
                 raise ValueError(
-                    f"recompute_layers={self.recompute_layers} with engine={self.engine!r}, which gathers a layer's parameters "
-                    "for its own turn alone. Pass recompute_layers=1, or another engine."
+                    f"recompute_layers={self.recompute_layers} with engine={self.engine!r} and sp={self.sp}: with FSDP2, ZeRO-3 "
+                    "or shared sequences, layers run in their own turn alone. Pass recompute_layers=1."
                 )
         self.setup  # noqa: B018  (which refuses what does not go together)
 
@@ -129,11 +129,11 @@ class Options:
     def card(self, state: TrainingState) -> Card:
         chosen = None if isinstance(self.recompute_layers, str) else self.recompute_layers
         host_bytes = max(0.0, self.host_left(state))
-        return Card(self.machine.gpu_bytes, host_bytes, self.keep, self.offload, 1 if self._gathers else chosen)
+        return Card(self.machine.gpu_bytes, host_bytes, self.keep, self.offload, 1 if self._in_turn else chosen)
 
     @property
-    def _gathers(self) -> bool:
-        return self.engine in ("fsdp2", "zero3")
+    def _in_turn(self) -> bool:
+        return self.engine in ("fsdp2", "zero3") or self.sp > 1
 
 
 def check_count(name: str, number: int | str | None) -> None:

@@ -208,11 +208,12 @@ class Planner:
         return Choices(config.keep, config.offload if call.on_cuda else "none", given or call.sharing.chunk_size, segments)
 
     def refuse_segments(self) -> None:
-        """Raise where `recompute_layers` asks for several layers under an engine that has their parameters elsewhere."""
+        """Raise where `recompute_layers` asks for several layers, and ranks depend on each other within a layer."""
         if self.config.recompute_layers not in ("auto", 1):
             raise ValueError(
-                f"recompute_layers={self.config.recompute_layers} cannot be used with FSDP2 or ZeRO-3: in backward, layers would "
-                "be run again whose parameters are not gathered. Pass recompute_layers=1, or use DDP, ZeRO-1 or ZeRO-2."
+                f"recompute_layers={self.config.recompute_layers} cannot be used with FSDP2 or ZeRO-3, nor where ranks share a "
+                "sequence: in backward, layers would be run again whose parameters are not gathered, or for which other ranks do "
+                "not wait. Pass recompute_layers=1, or use DDP, ZeRO-1 or ZeRO-2."
             )
 
     def _memory_now(self, call: PlannedCall) -> tuple[float, Budget]:
