@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One torch thread a test process: two processes fill two cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: demo test test-all test-matrix fuzz mutants wheel lint docs format clean
+.PHONY: demo test test-all test-matrix test-plugs fuzz mutants wheel lint docs format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m streamgrad demo
@@ -33,6 +33,13 @@ test-matrix: $(VENV)/.installed
 		echo "With the $$set releases:"; \
 		$(ONE_THREAD) PYTHONPATH=out/matrix/$$set timeout 600 $(BIN)/python -m pytest -n 2 -q -m "not more" $(MATRIX_TESTS) || exit 1; \
 	done
+
+# Frameworks that streamgrad plugs into, each with the versions it was tried with, beside and not in this environment.
+test-plugs: $(VENV)/.installed
+	for list in tests/integrations/*.txt; do \
+		$(BIN)/python -m pip install -q --no-deps --upgrade --target out/plugs/$$(basename $$list .txt) --requirement $$list || exit 1; \
+	done
+	$(ONE_THREAD) $(BIN)/python -m pytest -q tests/integrations
 
 # Random cases against plain backpropagation, with a program for each that fails: `make fuzz CASES=5000 SEED=7` draws others.
 CASES ?= 2000
