@@ -29,7 +29,8 @@ class Joint:
 
     def __init__(self) -> None:
         self._out_BTE: Tensor | None = None
-        self._version, self._sum = 0, torch.tensor(0)
+        self._sum: Tensor | None = None
+        self._version = 0
 
     def note(self, out_BTE: Tensor) -> None:
         """Hold the output of a layer, until the next layer is called: no other tensor can have its memory meanwhile."""
@@ -43,6 +44,7 @@ class Joint:
         node = out_BTE.grad_fn
         if not hasattr(node, "kept") or not _reaches(h_BTE.grad_fn, node):
             return None
+        assert self._sum is not None, "it is summed where the output is held"
         return node if torch.equal(_sum_of_bits(h_BTE), self._sum) else None
 
 
