@@ -14,7 +14,8 @@ from streamgrad import precision
 from streamgrad.cli import CheckFailed
 from streamgrad.cli.app import app
 from streamgrad.engine.kv_chunk import KeyValueStream
-from streamgrad.hf.configs import preset_config, preset_names
+from streamgrad.hf.configs import preset_config
+from streamgrad.hf.presets import preset_names
 from streamgrad.hf.small_copy import reduced_config, reduced_model
 from streamgrad.precision import GROUPS, KINDS, check_precision, group_of_parameters
 from tiny import FAMILIES, tiny_config
