@@ -58,7 +58,7 @@ def assert_same(actual, expected, tolerance: float = 1e-12) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_parameters_are_those_of_an_ordinary_loop(name):
-    """Of a model with tied embeddings, whose gradient has two parts: with the first part alone the result would differ."""
+    """Tied embeddings have a gradient of two parts; an update after the first alone would give other parameters."""
     kind, options = OPTIMIZERS[name]
     expected = trained(tiny_model("qwen3"), lambda model: kind(model.parameters(), **options))
     assert_same(trained(streamed("qwen3"), lambda model: streamgrad.optimizer_in_backward(model, kind, **options)), expected)

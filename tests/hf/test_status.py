@@ -46,6 +46,14 @@ def test_a_budget_gives_an_expected_peak_and_the_kernels_are_those_that_ran(mode
     assert "1 chunk of at most 7" in str(seen) and "expected peak  0." in str(seen)
 
 
+def test_layers_that_are_recomputed_keep_nothing():
+    model, ids = tiny_model("llama", num_hidden_layers=4), tokens(1, 9)
+    streamgrad.enable(model, chunk_size=4, recompute_layers=2)
+    model(input_ids=ids, labels=ids).loss.backward()
+    told = str(streamgrad.status(model))
+    assert "each of 2 layers keeps its input, 2 keep nothing and have their input made again" in told
+
+
 def test_what_is_no_model_is_named():
     with pytest.raises(TypeError, match="model is a Linear"):
         streamgrad.status(torch.nn.Linear(2, 2))

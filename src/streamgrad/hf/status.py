@@ -147,4 +147,6 @@ def _kept(plan: Plan) -> str:
         which = f"each of {count} layers" if count > 1 else "1 layer"
         return f"{which} keeps {_KEPT[policy.keep]}" + (" on the host" if policy.on_host else "")
 
-    return ", ".join(told(policy, count) for policy, count in Counter(plan.policies).items())
+    recomputed = sum(policy.recomputed for policy in plan.policies)
+    kept = [told(policy, count) for policy, count in Counter(plan.policies).items() if not policy.recomputed]
+    return ", ".join([*kept, *([f"{recomputed} keep nothing and have their input made again"] if recomputed else [])])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import resource
 import sys
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import TrainerCallback
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -16,6 +14,7 @@ from streamgrad.api import enable
 from streamgrad.config import StreamConfig
 from streamgrad.hf.discover import find_decoder, unwrap
 from streamgrad.hf.patching import InstalledForward
+from streamgrad.hf.status import peak_bytes_so_far
 from streamgrad.parallel import make_zero3_leaves
 
 _GIB = 2**30
@@ -120,13 +119,9 @@ def step_numbers(model: nn.Module) -> dict[str, float]:
     if plan is not None:
         numbers["chunk_tokens"] = max(plan.chunk_sizes)
         for keep in ("input", "attention", "all"):
-            numbers[f"layers_keep_{keep}"] = sum(policy.keep == keep for policy in plan.policies)
+            numbers[f"layers_keep_{keep}"] = sum(policy.keep == keep and not policy.recomputed for policy in plan.policies)
         numbers["layers_on_host"] = sum(policy.on_host for policy in plan.policies)
         if plan.peak_bytes:
             numbers["planned_peak_gib"] = plan.peak_bytes / _GIB
-    device = next(inner.parameters()).device
-    if device.type == "cuda":
-        numbers["peak_memory_gib"] = torch.cuda.max_memory_allocated(device) / _GIB
-    else:
-        numbers["peak_memory_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
+    numbers["peak_memory_gib"] = peak_bytes_so_far(next(inner.parameters()).device) / _GIB
     return {f"streamgrad/{name}": round(value, 3) for name, value in numbers.items()}
