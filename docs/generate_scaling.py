@@ -31,7 +31,8 @@ COLUMNS = (
 TAIL = """
 A dash: nothing fits. **Predicted, not measured**: this is `streamgrad plan`'s arithmetic, for example `python -m streamgrad plan
 qwen3-32b --max --gpu h100 --host-memory {host}GiB --engine zero3 --gpus 32 --sp 8`. What engines keep on a rank is tested
-against simulated ranks (tests/parallel), and what they exchange against counted elements. Products and attention run at the
+against simulated ranks (tests/parallel; FSDP2's fp32 weights by hand only), and what they exchange against counted elements.
+Products and attention run at the
 rates measured on an H200 (787, and 600 forward and 520 backward TFLOP/s). A GPU sends 450 GB/s within its node and 50 GB/s to
 others, which are published peaks. Seconds are a lower bound, tokens a second an upper one. ZeRO-3 has DeepSpeed's fp32 moments
 and copy; FSDP2 has fp32 weights and moments, as Accelerate makes them.

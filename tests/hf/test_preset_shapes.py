@@ -94,7 +94,7 @@ def test_a_directory_with_a_presets_name_is_not_looked_at(measured, tmp_path, mo
     assert measured == [("llama", torch.bfloat16, None)]
 
 
-# As the models' own files count them; of Gemma 3 from 4B on, without the part that sees images.
+# The published sizes, written down by hand; of Gemma 3 from 4B on, without the part that sees images.
 PUBLISHED = {
     "qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976, "qwen3-4b": 4_022_468_096, "qwen3-8b": 8_190_735_360,
     "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264, "qwen3-30b-a3b": 30_532_122_624,
