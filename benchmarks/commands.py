@@ -97,10 +97,12 @@ def bench_shared_prompts(
 
 @app.command("families")
 def bench_families(
-    case: Annotated[str, typer.Argument(help="experts, images, qlora-8b, qlora-32b, qwen3-next or qwen3.5.")],
+    case: Annotated[
+        str, typer.Argument(help="experts, images, gemma-3-4b, lora-8b, qlora-8b, qlora-32b, qwen3-next or qwen3.5.")
+    ],
     seq_len: Annotated[str, typer.Option(help="Tokens of the sequence; several lengths, such as 4096,32768.")] = "4096,16384",
     method: Annotated[
-        list[str] | None, typer.Option(help="streamgrad, streamgrad-input or checkpointing.", show_default="all")
+        list[str] | None, typer.Option(help="streamgrad, streamgrad-input, checkpointing or liger.", show_default="all")
     ] = None,
     limit: Annotated[str | None, typer.Option(help="Device memory of the process, such as 24GiB.", show_default="all")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model.", show_default="all")] = None,
@@ -108,7 +110,7 @@ def bench_families(
     runs: Annotated[int, typer.Option(min=1, help="Timed steps after the warm-up; the median counts.")] = 3,
     out: Annotated[Path, ROWS_FILE] = MEASURED / "families.jsonl",
 ) -> None:
-    """Measure a step of experts with their balance loss, text with images, quantised weights with adapters, or hybrids.
+    """Measure a step of experts with their balance loss, text with images, a window, adapters, or hybrids.
 
     **Examples**
 
@@ -134,8 +136,8 @@ def bench_families(
         limit_bytes=None if limit is None else parse_bytes(limit), device=chosen,
         command=" ".join(["python -m benchmarks", *sys.argv[1:]]),
     )  # fmt: skip
-    append_records(out, records)
     for record in records:
+        append_records(out, [record])
         measured = record.error or f"{record.step_ms:,.0f} ms, {(record.peak_bytes or 0) / 1e9:.1f} GB"
         Console().print(
             f"{record.case}  {record.seq_len:>7} tokens  {record.method:>16}: {measured}  {record.plan}", highlight=False

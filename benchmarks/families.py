@@ -1,6 +1,7 @@
-"""Measures a step of models that the paper has none of: experts with their balance loss, images, quantised weights, hybrids.
+"""Measures a step of models that the paper has none of: experts with their balance loss, images, adapters, windows, hybrids.
 
-A step is forward and backward on one sequence, beside transformers' own checkpointing, under one limit of memory for all.
+A step is forward and backward on one sequence, beside transformers' own checkpointing, without and with Liger's kernels, under
+one limit of memory for all.
 `streamgrad-input` keeps the inputs of layers on the device and nothing else, as checkpointing does. Weights are random and
 nothing is downloaded.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import streamgrad
+from benchmarks.peers import apply_liger
 from benchmarks.records import versions
 from streamgrad.cli.bench_run import device_name, median_ms
 from streamgrad.engine.shortage import is_out_of_memory
@@ -25,7 +27,7 @@ from streamgrad.hf.configs import preset_config, with_layers
 from streamgrad.hf.patching import InstalledForward
 from streamgrad.memory.live_bytes import peak_bytes_of
 
-METHODS = ("streamgrad", "streamgrad-input", "checkpointing")
+METHODS = ("streamgrad", "streamgrad-input", "checkpointing", "liger")
 _PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -101,6 +103,19 @@ def hybrid(family: str, few: int) -> Callable[[int | None, torch.device], Case]:
     return case
 
 
+def trained(preset: str, *, adapted: bool) -> Callable[[int | None, torch.device], Case]:
+    """Return the case of a preset in bf16, with adapters of rank 16 on every projection or trained whole."""
+
+    def case(layers: int | None, device: torch.device) -> Case:
+        config = _with_layers(preset_config(preset), layers)
+        with device:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = _adapted(model, _PROJECTIONS) if adapted else model.train()
+        return model, lambda tokens: _text(tokens, config.get_text_config().vocab_size, device)
+
+    return case
+
+
 def quantised(preset: str) -> Callable[[int | None, torch.device], Case]:
     """Return the case of a preset in nf4 with adapters of rank 16; one weight at a time is whole."""
 
@@ -136,6 +151,8 @@ def quantised(preset: str) -> Callable[[int | None, torch.device], Case]:
 CASES: dict[str, Callable[[int | None, torch.device], Case]] = {
     "experts": experts,
     "images": images,
+    "gemma-3-4b": trained("gemma-3-4b", adapted=False),
+    "lora-8b": trained("qwen3-8b", adapted=True),
     "qlora-8b": quantised("qwen3-8b"),
     "qlora-32b": quantised("qwen3-32b"),
     "qwen3-next": hybrid("qwen3_next", 4),
@@ -146,13 +163,30 @@ CASES: dict[str, Callable[[int | None, torch.device], Case]] = {
 def measure_family(
     *, case: str, lengths: Sequence[int], methods: Sequence[str], limit_bytes: int | None, layers: int | None, runs: int,
     device: torch.device, command: str,
-) -> list[FamilyRecord]:  # fmt: skip
-    """Measure one case at several lengths by several methods."""
+) -> Iterator[FamilyRecord]:  # fmt: skip
+    """Yield the records of one case at several lengths by several methods, each as soon as it is measured.
+
+    Liger comes last, with a model of its own: its kernels stay in the classes of the process.
+    """
     torch.manual_seed(0)
-    model, batch = CASES[case](layers, device)
     if limit_bytes is not None:
         torch.cuda.set_per_process_memory_fraction(limit_bytes / torch.cuda.get_device_properties(device).total_memory)
-    records = []
+    told = {"case": case, "limit_bytes": limit_bytes, "device": device_name(device), "command": command,
+            "versions": versions("transformers", "peft", "bitsandbytes", "liger-kernel", "triton")}  # fmt: skip
+    model, batch = CASES[case](layers, device)
+    kind = _inner(model).config.model_type.removesuffix("_text")
+    yield from _measured_by([name for name in methods if name != "liger"], model, batch, lengths, runs, device, told)
+    if "liger" in methods:
+        del model, batch
+        _free(None, device)
+        apply_liger(kind, fused_loss=True)
+        yield from _measured_by(["liger"], *CASES[case](layers, device), lengths, runs, device, told)
+
+
+def _measured_by(
+    methods: Sequence[str], model: Any, batch: Callable[[int], dict[str, Any]], lengths: Sequence[int], runs: int,
+    device: torch.device, told: dict[str, Any],
+) -> Iterator[FamilyRecord]:  # fmt: skip
     for tokens in lengths:
         inputs = batch(tokens)
         for method in methods:
@@ -160,21 +194,16 @@ def measure_family(
             step_ms, peak_bytes, error = _measured(model, inputs, runs, device)
             installed = InstalledForward.on(_inner(model).get_decoder())
             plan = "" if installed is None else str(installed.stream.planner.latest)
-            model.gradient_checkpointing_disable() if method == "checkpointing" else streamgrad.disable(model)
-            records.append(
-                FamilyRecord(
-                    case=case, method=method, seq_len=tokens, step_ms=step_ms, peak_bytes=peak_bytes, limit_bytes=limit_bytes,
-                    layers=_inner(model).config.get_text_config().num_hidden_layers, error=error, device=device_name(device),
-                    plan=plan, command=command,
-                    versions=versions("transformers", "peft", "bitsandbytes", "triton"),
-                )
+            streamgrad.disable(model) if method.startswith("streamgrad") else model.gradient_checkpointing_disable()
+            yield FamilyRecord(
+                method=method, seq_len=tokens, step_ms=step_ms, peak_bytes=peak_bytes, error=error, plan=plan,
+                layers=_inner(model).config.get_text_config().num_hidden_layers, **told,
             )  # fmt: skip
             _free(model, device)
-    return records
 
 
 def _prepare(method: str, model: Any) -> None:
-    if method == "checkpointing":
+    if method in ("checkpointing", "liger"):
         model.gradient_checkpointing_enable()
     elif method == "streamgrad":
         streamgrad.enable(model)
@@ -223,8 +252,9 @@ def _text(tokens: int, vocabulary: int, device: torch.device) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids, "use_cache": False}
 
 
-def _free(model: nn.Module, device: torch.device) -> None:
-    model.zero_grad(set_to_none=True)
+def _free(model: nn.Module | None, device: torch.device) -> None:
+    if model is not None:
+        model.zero_grad(set_to_none=True)
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
