@@ -1,4 +1,4 @@
-"""Runs `python -m benchmarks step|memory|max-length|head|linear|partition|precision|predicted|shared-prompts|families|report`."""
+"""Runs `python -m benchmarks step|memory|max-length|head|linear|partition|precision|predicted|shared-prompts|families|run|report`."""
 
 from streamgrad.cli import run
 

@@ -1,7 +1,9 @@
-"""Names that the command line needs before anything is measured: of methods, files and commands."""
+"""What the command line needs before anything is measured: names of methods and files, and commands as text and as processes."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ ROWS_FILE = typer.Option(
     help="The JSON lines file that rows are appended to; benchmarks/results has the published ones.", callback=writable_file
 )
 REPORT = Path("benchmarks/REPORT.md")
+RESUME = "Leave out what the file has from the same command, on this device, with these versions."
 
 COMMAND = "python -m benchmarks"
 # What the same commands were called when the first records were made.
@@ -45,3 +48,11 @@ def command_line(name: str, **options: Any) -> str:
 def unless(value: Any, default: Any) -> Any:
     """Return None for a value that is the default's, so that `command_line` leaves it out."""
     return None if value == default else value
+
+
+def run_alone(command: str, out: Path, *, resume: bool) -> None:
+    """Run a benchmark in a process of its own, so that it is not measured beside what another has left; end if it fails."""
+    arguments = [*command.split()[1:], "--out", str(out), *(["--resume"] if resume else [])]
+    status = subprocess.run([sys.executable, *arguments], check=False).returncode
+    if status:
+        raise typer.Exit(status)

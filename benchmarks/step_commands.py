@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from enum import StrEnum
 from functools import partial
@@ -13,12 +11,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from benchmarks.names import MEASURED, METHODS, ROWS_FILE, command_line, unless
+from benchmarks.names import MEASURED, METHODS, RESUME, ROWS_FILE, command_line, run_alone, unless
 from streamgrad.cli.bench import numbers_in
 from streamgrad.config import StreamConfig, parse_bytes, parse_count
 
 # What measures is imported in each command, so that `--help` need not wait for it.
-_RESUME = "Leave out what the file has from the same command, on this device, with these versions."
 
 
 class Flash(StrEnum):
@@ -45,7 +42,7 @@ def bench_step(
     accumulate: Annotated[bool, typer.Option("--accumulate", help="Add to the gradients of the step before.")] = False,
     warm_ups: Annotated[int, typer.Option(min=0, help="Steps before those that are timed: kernels settle in them.")] = 4,
     runs: Annotated[int, typer.Option(min=1, help="Timed steps after the warm-up; the median counts.")] = 3,
-    resume: Annotated[bool, typer.Option("--resume", help=_RESUME)] = False,
+    resume: Annotated[bool, typer.Option("--resume", help=RESUME)] = False,
     out: Annotated[Path, ROWS_FILE] = MEASURED / "step.jsonl",
 ) -> None:
     """Measure time and memory of one forward and backward in bfloat16 on a GPU, method beside method.
@@ -93,7 +90,7 @@ def bench_memory(
     offload: Annotated[str, typer.Option(help="streamgrad's layer inputs: host, or none for the device.")] = "host",
     chunk_size: Annotated[str, typer.Option(help="As for streamgrad.enable; auto fills the memory that there is.")] = "auto",
     layers: Annotated[int | None, typer.Option(min=1, help="Build only so many layers.", show_default="all")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help=_RESUME)] = False,
+    resume: Annotated[bool, typer.Option("--resume", help=RESUME)] = False,
     out: Annotated[Path, ROWS_FILE] = MEASURED / "memory.jsonl",
 ) -> None:
     """Measure device bytes against length, of steps whose layers keep their inputs alone.
@@ -130,7 +127,7 @@ def bench_partition(
         str, typer.Option(help="Tokens that a layer processes at a time, separated by commas.")
     ] = "500,1000,2000,5000,8000,24000",
     runs: Annotated[int, typer.Option(min=1, help="Timed steps after the warm-up; the median counts.")] = 3,
-    resume: Annotated[bool, typer.Option("--resume", help=_RESUME)] = False,
+    resume: Annotated[bool, typer.Option("--resume", help=RESUME)] = False,
     out: Annotated[Path, ROWS_FILE] = MEASURED / "partition.jsonl",
 ) -> None:
     """Measure time and memory of a step against the chunk size; layers keep their inputs, on the device.
@@ -167,7 +164,7 @@ def bench_max_length(
     gpu_memory: Annotated[
         str | None, typer.Option(help="Without --seq: what the process may hold.", show_default="79GiB; 23.5GiB of 24GiB")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help=_RESUME)] = False,
+    resume: Annotated[bool, typer.Option("--resume", help=RESUME)] = False,
     out: Annotated[Path, ROWS_FILE] = MEASURED / "max_length.jsonl",
 ) -> None:
     """Run a step of a given length and say whether it fits a card.
@@ -210,7 +207,7 @@ def bench_predicted(
     training: Annotated[str, typer.Option(help="With --model: full or lora.")] = "full",
     offload: Annotated[str, typer.Option(help="With --model: as for streamgrad.enable.")] = "none",
     gpu_memory: Annotated[str, typer.Option(help="With --model: what the process may hold.")] = "24GiB",
-    resume: Annotated[bool, typer.Option("--resume", help=_RESUME)] = False,
+    resume: Annotated[bool, typer.Option("--resume", help=RESUME)] = False,
     out: Annotated[Path, ROWS_FILE] = MEASURED / "predicted.jsonl",
 ) -> None:
     """Run a step below the longest sequence that `streamgrad plan` predicts, and one above, and say whether it is the longest.
@@ -230,11 +227,7 @@ def bench_predicted(
         return
     _refuse_unread(context, "without --model", "training", "offload", "gpu_memory")
     for configuration in CONFIGURATIONS:
-        # Each in a process of its own, so that none is measured beside what another has left.
-        arguments = [*configuration.command.split()[1:], "--out", str(out), *(["--resume"] if resume else [])]
-        status = subprocess.run([sys.executable, *arguments], check=False).returncode
-        if status:
-            raise typer.Exit(status)
+        run_alone(configuration.command, out, resume=resume)
 
 
 def _refuse_unread(context: typer.Context, when: str, *names: str) -> None:

@@ -1,0 +1,104 @@
+"""`benchmarks run`: training with its optimizer, on a tiny model and a CPU."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks import training_commands
+from benchmarks.commands import app
+from benchmarks.records import rows_in
+from benchmarks.run import lengths_of_run
+from benchmarks.subject import Subject
+
+
+@pytest.fixture
+def invoke(monkeypatch):
+    """The command line, with a preset that a CPU can train."""
+    shape = {
+        "family": "qwen3", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True,
+    }  # fmt: skip
+    monkeypatch.setattr("streamgrad.hf.presets.presets", lambda: {"tiny": shape})
+    return lambda command: CliRunner(env={"COLUMNS": "200"}).invoke(app, command.split())
+
+
+RUN = "run --model tiny:{} --method {} --steps 4 --mean 20 --longest 48 --device cpu --out {}"
+
+
+@pytest.mark.parametrize("training", ["full", "lora"])
+def test_methods_train_alike_on_the_same_sequences(invoke, tmp_path, training):
+    out = tmp_path / "run.jsonl"
+    for method in ("streamgrad", "hf"):
+        result = invoke(RUN.format(training, method, out))
+        assert result.exit_code == 0, result.output
+    ours, theirs = rows_in(out)
+    assert (ours["method"], theirs["method"], ours["training"], ours["lengths"]) == (
+        "streamgrad", "hf", training, lengths_of_run(4, 20, 48),
+    )  # fmt: skip
+    assert ours["lengths"] == theirs["lengths"] and ours["out_of_memory"] == theirs["out_of_memory"] == 0
+    torch.testing.assert_close(torch.tensor(ours["losses"]), torch.tensor(theirs["losses"]), rtol=0.01, atol=0.0)
+    assert ours["tokens_per_second"] == pytest.approx(1e3 * sum(ours["lengths"]) / sum(ours["step_ms"]))
+    assert ours["later_tokens_per_second"] == pytest.approx(1e3 * sum(ours["lengths"][1:]) / sum(ours["step_ms"][1:]))
+    assert ours["policy"]["plan"] and "step 4: " in result.output and "tokens/s" in result.output
+
+
+def test_steps_that_run_out_of_memory_are_counted_and_the_run_goes_on(invoke, tmp_path, monkeypatch):
+    out, stock = tmp_path / "run.jsonl", Subject.build
+    longest = max(lengths_of_run(4, 20, 48))
+
+    def build(*args, **options):
+        subject = stock(*args, **options)
+
+        def fail(module, args, kwargs):
+            if kwargs["input_ids"].shape[1] == longest:
+                raise torch.OutOfMemoryError("none left")
+
+        subject.network.register_forward_pre_hook(fail, with_kwargs=True)
+        return subject
+
+    monkeypatch.setattr(Subject, "build", build)
+    assert invoke(RUN.format("full", "hf", out)).exit_code == 0
+    (row,) = rows_in(out)
+    assert row["out_of_memory"] == 1 and [loss is None for loss in row["losses"]] == [n == longest for n in row["lengths"]]
+    assert row["tokens_per_second"] == pytest.approx(1e3 * (sum(row["lengths"]) - longest) / sum(row["step_ms"]))
+
+
+def test_a_run_that_is_there_is_not_repeated(invoke, tmp_path):
+    command = RUN.format("full", "hf", tmp_path / "run.jsonl")
+    for _ in range(2):
+        result = invoke(command + " --resume")
+    assert "measured before" in result.output and len(rows_in(tmp_path / "run.jsonl")) == 1
+
+
+def test_every_method_runs_in_a_process_of_its_own(invoke, tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(training_commands, "run_alone", lambda command, out, resume: started.append(command))
+    assert invoke(f"run --steps 3 --out {tmp_path / 'run.jsonl'}").exit_code == 0
+    assert started == [
+        f"python -m benchmarks run --model {model} --method {method} --steps 3"
+        for model in ("qwen3-4b:full", "qwen3-8b:lora")
+        for method in ("streamgrad", "liger")
+    ]
+
+
+def test_lengths_are_those_of_the_distribution():
+    lengths = lengths_of_run(30, 10_000, 48_000)
+    assert len(set(lengths)) == 30 and lengths != sorted(lengths) and lengths == lengths_of_run(30, 10_000, 48_000)
+    assert 9_000 < statistics.mean(lengths) < 10_500 and 40_000 < max(lengths) <= 48_000
+    assert max(lengths_of_run(30, 10_000, 20_000)) == 20_000
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("run --model qwen3-4b", "--model must be preset:full or preset:lora, such as qwen3-4b:full, got 'qwen3-4b'"),
+        ("run --method magic", "--method must be one of hf, "),
+    ],
+)
+def test_what_is_not_known_is_refused(invoke, command, told):
+    result = invoke(command)
+    assert result.exit_code != 0 and told in str(result.exception)
