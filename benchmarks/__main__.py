@@ -1,4 +1,4 @@
-"""Runs `python -m benchmarks step|memory|max-length|head|linear|partition|precision|predicted|shared-prompts|families|run|report`."""
+"""Runs `python -m benchmarks COMMAND`; `--help` lists the commands."""
 
 from streamgrad.cli import run
 
