@@ -56,3 +56,11 @@ def run_alone(command: str, out: Path, *, resume: bool) -> None:
     status = subprocess.run([sys.executable, *arguments], check=False).returncode
     if status:
         raise typer.Exit(status)
+
+
+def refuse_unread(context: typer.Context, when: str, *names: str) -> None:
+    """Raise for an option that was given and is not read."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT":
+            raise ValueError(f"--{name.replace('_', '-')} has no effect {when}. Leave one of the two out.")

@@ -102,9 +102,9 @@ def measure_steps(
     device = device or _gpu(benchmark)
     shared = {
         "benchmark": benchmark, "model": model, "training": training, "objective": objective, "layers": built,
-        "accumulates": accumulates, "command": command, **_circumstances(device),
+        "accumulates": accumulates, "command": command, **circumstances(device),
     }  # fmt: skip
-    timing = _Timing(device, runs, warm_ups, kernels)
+    timing = Timing(device, runs, warm_ups, kernels)
     for method in sorted(methods, key=METHODS.index):
         pending = _pending(shared | {"method": method}, itertools.product(lengths, batches), config, budgets, session)
         if pending:
@@ -118,7 +118,7 @@ def _gpu(benchmark: str) -> torch.device:
     return torch.device("cuda")
 
 
-def _circumstances(device: torch.device) -> dict[str, Any]:
+def circumstances(device: torch.device) -> dict[str, Any]:
     """Return the fields of a record that name the machine and its software."""
     return {
         "device": device_name(device), "versions": versions(*_PACKAGES), "flash": flash_name(), "allocator": allocator_settings(),
@@ -153,7 +153,7 @@ def _name(cell: dict[str, Any]) -> str:
 
 def _measure_method(
     pending: Pending,
-    timing: _Timing,
+    timing: Timing,
     *,
     layers: int | None,
     ballast: Callable[[PreTrainedModel, int], int] | None,
@@ -205,7 +205,7 @@ def peaks_in(path: Path, *, method: str, model: str, lengths: Sequence[int]) -> 
 
 
 @dataclass(frozen=True)
-class _Timing:
+class Timing:
     """Measures steps: how often, after how many that warm up, and whether their kernels are profiled.
 
     Four steps warm up, unless the caller knows better: kernels are compiled in the first, the allocator has settled after the

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from benchmarks.names import MEASURED, METHODS, RESUME, ROWS_FILE, command_line, run_alone, unless
+from benchmarks.names import MEASURED, METHODS, RESUME, ROWS_FILE, command_line, refuse_unread, run_alone, unless
 from streamgrad.cli.bench import numbers_in
 from streamgrad.config import StreamConfig, parse_bytes, parse_count
 
@@ -181,7 +181,7 @@ def bench_max_length(
     from benchmarks.cells import run_steps
 
     if seq is not None:
-        _refuse_unread(context, "with --seq", "objective", "factor", "offload", "layers", "card", "gpu_memory")
+        refuse_unread(context, "with --seq", "objective", "factor", "offload", "layers", "card", "gpu_memory")
         model = model or "qwen3-8b"
         command = command_line("max-length", model=model, seq=seq)
         measure = partial(lengths.measure_longest, model=model, length=seq, command=command)
@@ -225,14 +225,6 @@ def bench_predicted(
         configuration = Configuration(model, training, gpu_memory, offload)
         run_steps(configuration.measure, out, cells=2, resume=resume)
         return
-    _refuse_unread(context, "without --model", "training", "offload", "gpu_memory")
+    refuse_unread(context, "without --model", "training", "offload", "gpu_memory")
     for configuration in CONFIGURATIONS:
         run_alone(configuration.command, out, resume=resume)
-
-
-def _refuse_unread(context: typer.Context, when: str, *names: str) -> None:
-    """Raise for an option that was given and is not read."""
-    for name in names:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name != "DEFAULT":
-            raise ValueError(f"--{name.replace('_', '-')} has no effect {when}. Leave one of the two out.")

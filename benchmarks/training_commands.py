@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from benchmarks.names import MEASURED, METHODS, RESUME, ROWS_FILE, command_line, run_alone, unless
+from benchmarks.names import MEASURED, METHODS, RESUME, ROWS_FILE, command_line, refuse_unread, run_alone, unless
+
+if TYPE_CHECKING:
+    from benchmarks.train_step import TrainStepRecord
 
 # What measures is imported in each command, so that `--help` need not wait for it.
 _DEVICE = typer.Option(help="cuda or cpu.", show_default="cuda if there is one, else cpu")
@@ -75,4 +78,75 @@ def bench_run(
         f"{models[0]} {methods[0]}: {record.tokens_per_second:,.0f} tokens/s, {record.later_tokens_per_second or 0:,.0f} without "
         f"the first step, {record.out_of_memory} of {steps} steps out of memory, peak {(record.peak_bytes or 0) / 1e9:.1f} GB",
         soft_wrap=True,
+    )
+
+
+def bench_train_step(
+    context: typer.Context,
+    model: Annotated[str | None, typer.Option(help="A preset. Without it, eleven small configurations.")] = None,
+    tokens: Annotated[str, typer.Option(help="Tokens of the sequence; several lengths are separated by commas.")] = "32768",
+    optimizer: Annotated[
+        str, typer.Option(help="none, adamw, adamw8bit, in-backward, adamw8bit-in-backward, or host.")
+    ] = "in-backward",
+    training: Annotated[str, typer.Option(help="full, or lora of rank 32.")] = "full",
+    objective: Annotated[str, typer.Option(help="sft, dpo (a pair) or grpo (8 completions).")] = "sft",
+    limit: Annotated[str | None, typer.Option(help="Device memory of the process, such as 79GiB.", show_default="all")] = None,
+    host: Annotated[str | None, typer.Option(help="Host memory to plan with.", show_default="what is free")] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Build only the last layers, with ballast for the others.", show_default="all")
+    ] = None,
+    keep: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "auto",
+    offload: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "auto",
+    recompute_layers: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "auto",
+    device: Annotated[str | None, _DEVICE] = None,
+    resume: Annotated[bool, typer.Option("--resume", help=RESUME)] = False,
+    out: Annotated[Path, ROWS_FILE] = MEASURED / "train_step.jsonl",
+) -> None:
+    """Measure a step with its optimizer, and print the predicted peak beside the measured one.
+
+    A short step comes first, in which the optimizer makes its states; then one step is timed.
+
+    **Examples**
+
+    `python -m benchmarks train-step`
+
+    `python -m benchmarks train-step --model qwen3-8b --tokens 200000 --limit 79GiB`
+
+    `python -m benchmarks train-step --model qwen3-8b --tokens 600000 --limit 79GiB --layers 2`
+    """
+    from benchmarks.records import Session, append_records, rows_in
+    from benchmarks.train_step import CONFIGURATIONS, TrainingCase, measure_cases
+    from streamgrad.cli.bench import numbers_in
+    from streamgrad.cli.chosen_device import chosen_device
+    from streamgrad.config import parse_count
+
+    choices = {
+        "optimizer": optimizer, "training": training, "objective": objective, "limit": limit, "host": host, "layers": layers,
+        "keep": keep, "offload": offload, "recompute_layers": recompute_layers,
+    }  # fmt: skip
+    cases = list(CONFIGURATIONS)
+    if model is None:
+        refuse_unread(context, "without --model", "tokens", *choices)
+    else:
+        changed = choices | {"recompute_layers": parse_count("recompute_layers", recompute_layers, "layers")}
+        cases = [TrainingCase(model=model, tokens=count, **changed) for count in numbers_in("--tokens", tokens)]
+    given = {name: value for name, value in choices.items() if context.get_parameter_source(name).name != "DEFAULT"}
+    command = command_line("train-step", model=model, tokens=tokens if model else None, **given)
+    console = Console(highlight=False)
+    session = Session(rows_in(out) if resume else ())
+    for record in measure_cases(cases, command=command, device=chosen_device(device, one_thread=False), session=session):
+        append_records(out, [record])
+        console.print(_train_step_line(record), soft_wrap=True)
+    console.print(f"Records appended to {out}", soft_wrap=True)
+
+
+def _train_step_line(record: TrainStepRecord) -> str:
+    name = f"{record.model} {record.training} {record.objective} {record.optimizer}, {record.layers} layers, {record.seq_len:,}"
+    if record.step_ms is None or record.peak_bytes is None:
+        return f"{name}: {record.error}; predicted {record.predicted_bytes / 2**30:.2f} GiB"
+    return (
+        f"{name}: {record.step_ms / 1e3:,.1f} s, peak {record.peak_bytes / 2**30:.2f} GiB, predicted "
+        f"{record.predicted_bytes / 2**30:.2f} ({record.predicted_bytes / record.peak_bytes - 1:+.1%}), ballast "
+        f"{record.ballast_bytes / 2**30:.1f} and {record.host_ballast_bytes / 2**30:.1f} on the host, where streamgrad has "
+        f"{record.host_bytes / 2**30:.1f}; {record.policy['plan'].partition('; about')[0]}"
     )

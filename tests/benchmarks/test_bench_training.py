@@ -1,4 +1,4 @@
-"""`benchmarks run`: training with its optimizer, on a tiny model and a CPU."""
+"""`benchmarks run` and `train-step`: training with its optimizer, on a tiny model and a CPU."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from benchmarks.commands import app
 from benchmarks.records import rows_in
 from benchmarks.run import lengths_of_run
 from benchmarks.subject import Subject
+from benchmarks.train_step import CONFIGURATIONS, TrainingCase
+from streamgrad.config import parse_bytes
+from streamgrad.hf.configs import preset_model
 
 
 @pytest.fixture
@@ -97,8 +100,68 @@ def test_lengths_are_those_of_the_distribution():
     [
         ("run --model qwen3-4b", "--model must be preset:full or preset:lora, such as qwen3-4b:full, got 'qwen3-4b'"),
         ("run --method magic", "--method must be one of hf, "),
+        ("train-step --model qwen3-4b --optimizer lion", "optimizer='lion' is not a choice. Pass one of none, adamw"),
+        ("train-step --limit 79GiB", "--limit has no effect without --model"),
     ],
 )
 def test_what_is_not_known_is_refused(invoke, command, told):
     result = invoke(command)
     assert result.exit_code != 0 and told in str(result.exception)
+
+
+@pytest.mark.parametrize(("training", "optimizer"), [("full", "in-backward"), ("lora", "adamw"), ("full", "none")])
+def test_a_step_with_its_optimizer(invoke, tmp_path, training, optimizer):
+    out = tmp_path / "train_step.jsonl"
+    options = f"--model tiny --tokens 33 --training {training} --optimizer {optimizer} --host 1GiB --device cpu"
+    result = invoke(f"train-step {options} --out {out}")
+    assert result.exit_code == 0, (result.output, result.exception)
+    (row,) = rows_in(out)
+    assert (row["seq_len"], row["optimizer"], row["training"], row["error"]) == (33, optimizer, training, None)
+    assert row["step_ms"] > 0 and row["peak_bytes"] > 0 and row["predicted_bytes"] > 0
+    assert row["ballast_bytes"] == row["host_ballast_bytes"] == 0 and "predicted" in result.output
+    invoke(f"train-step {options} --out {out} --resume")
+    assert len(rows_in(out)) == 1
+
+
+def test_a_cut_step_holds_ballast_by_the_plan_of_the_whole_model(invoke, tmp_path):
+    """Segments of two layers; all inputs on the device."""
+    out = tmp_path / "train_step.jsonl"
+    options = "--model tiny --tokens 40 --optimizer adamw --offload none --recompute-layers 1 --layers 1 --host 1GiB --device cpu"
+    result = invoke(f"train-step {options} --out {out}")
+    assert result.exit_code == 0, (result.output, result.exception)
+    (row,) = rows_in(out)
+    layer = sum(p.nbytes for p in preset_model("tiny", device=torch.device("cpu")).model.layers[0].parameters())
+    # Weights, two moments, and the gradients, which are more than the input of 40 tokens.
+    assert row["ballast_bytes"] == 4 * layer and row["host_ballast_bytes"] == 0 and row["layers"] == 1
+    assert row["policy"]["keep"] == "input" and row["policy"]["plan"].startswith("1 x input;")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "layers", "states", "host_copies"),
+    [("in-backward", 2, 2, 0), ("adamw8bit-in-backward", 2, 1, 0), ("host", 3, 0, 4)],
+)
+def test_ballast_of_a_model_that_fills_both_memories(optimizer, layers, states, host_copies):
+    case = TrainingCase(model="qwen3-8b", tokens=600_000, optimizer=optimizer, limit="79GiB", host="125GiB", layers=layers)
+    cut = preset_model("qwen3-8b", device=torch.device("meta"), layers=layers)
+    layer = sum(parameter.nbytes for parameter in cut.model.layers[0].parameters())
+    policies, input_bytes, missing = case.outlook.plan.policies, 600_000 * 4096 * 2, 36 - layers
+    kept = [policy.on_host for policy in policies[:missing] if not policy.recomputed]
+    device, host = case.ballast(cut)
+    assert device == missing * (1 + states) * layer + kept.count(False) * input_bytes
+    assert host == missing * host_copies * layer + kept.count(True) * input_bytes
+    config = case.config()
+    assert (config.keep, config.recompute_layers) == ("input", layers)
+    assert config.offload == ("host" if policies[-1].on_host else "none")
+
+
+def test_layers_that_are_no_whole_segments_are_refused():
+    case = TrainingCase(model="qwen3-8b", tokens=600_000, limit="79GiB", host="125GiB", layers=3)
+    with pytest.raises(ValueError, match="layers=3 of the plan.*Pass 2"):
+        case.config()
+
+
+def test_eleven_configurations_fit_what_they_are_given():
+    """As far as arithmetic goes; the report has them as measured."""
+    assert len(CONFIGURATIONS) == 11 and {case.optimizer for case in CONFIGURATIONS} >= {"adamw", "adamw8bit", "host"}
+    for case in CONFIGURATIONS[:3]:
+        assert case.outlook.fits and case.predicted_bytes < parse_bytes(case.limit), case

@@ -1,0 +1,261 @@
+"""Measures one training step with its optimizer: time, peak, host bytes, and beside them what `streamgrad.estimate` predicts.
+
+A short step comes first, in which the optimizer makes its states. A model may be cut to its last few layers, at full width and
+length; ballast then stands for the others, on the device and on the host, by the plan of the whole model.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+import streamgrad
+from benchmarks.lengths import ballast_of_missing_layers, capped
+from benchmarks.objective import ROWS
+from benchmarks.records import EVERYTHING, Session
+from benchmarks.step import StepRecord, Timing, circumstances, clear_memory
+from benchmarks.subject import Subject
+from streamgrad.config import StreamConfig, parse_bytes
+from streamgrad.hf.configs import preset_config
+from streamgrad.hf.discover import decoder_layers
+from streamgrad.hf.estimate import Estimator, estimator_of
+from streamgrad.hf.estimate_options import Options
+from streamgrad.hf.report import Outlook
+from streamgrad.memory.device import available_host_bytes
+from streamgrad.memory.this_machine import machine
+
+OPTIMIZERS = ("none", "adamw", "adamw8bit", "in-backward", "adamw8bit-in-backward", "host")
+# Bytes of states on the device over those of a 16-bit weight that is trained.
+_STATE_SIZES = {"adamw": 2, "in-backward": 2, "adamw8bit": 1, "adamw8bit-in-backward": 1}
+# What `estimate` calls them.
+_PLANNED_AS = {"adamw8bit-in-backward": "in-backward"}
+_SHORT = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainStepRecord(StepRecord):
+    """Records a step with its optimizer. `predicted_bytes` is what the planner's arithmetic gives for its peak.
+
+    `host_ballast_bytes` of ordinary host memory stand for what layers that were not built would keep there.
+    """
+
+    optimizer: str
+    limit_bytes: int | None
+    predicted_bytes: int
+    host_ballast_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingCase:
+    """Names a step: what is trained how, on how many tokens, and in which memory.
+
+    `layers` is how many of the model's last layers are built; then layers keep their inputs alone.
+    """
+
+    model: str
+    training: str = "full"
+    objective: str = "sft"
+    optimizer: str = "in-backward"
+    tokens: int
+    limit: str | None = None
+    host: str | None = None
+    layers: int | None = None
+    keep: str = "auto"
+    offload: str = "auto"
+    recompute_layers: int | str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, choices in {"optimizer": OPTIMIZERS, "training": ("full", "lora"), "objective": tuple(ROWS)}.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not a choice. Pass one of {', '.join(choices)}.")
+
+    @cached_property
+    def outlook(self) -> Outlook:
+        """Return what is predicted of the whole model's step."""
+        estimator = self.estimator()
+        return estimator.streamed(estimator.load(self.tokens), longest=0)
+
+    @property
+    def predicted_bytes(self) -> int:
+        return int(self.outlook.peak_bytes + self._unplanned_bytes)
+
+    @property
+    def seconds(self) -> float:
+        """Return about how long the step takes, of the layers that are built."""
+        return self.outlook.seconds.total * (self.layers or self._all_layers) / self._all_layers
+
+    @property
+    def has_copy(self) -> bool:
+        """Return whether a frozen copy of the model is the reference."""
+        return self.objective != "sft" and self.training == "full"
+
+    @property
+    def _all_layers(self) -> int:
+        return int(preset_config(self.model).num_hidden_layers)
+
+    @cached_property
+    def _unplanned_bytes(self) -> float:
+        """Return device bytes that estimates have no option for: 8-bit states of updates in backward, and GRPO's reference."""
+        in_8_bits, copied = self.optimizer == "adamw8bit-in-backward", self.has_copy and self.objective == "grpo"
+        if not in_8_bits and not copied:
+            return 0.0
+        state = self.estimator(0.0).state.device
+        return copied * state["weights"] - in_8_bits * state["optimizer state"] / 2
+
+    def estimator(self, unplanned_bytes: float | None = None) -> Estimator:
+        """Return the estimator of the whole model's steps in this memory, without those bytes that it does not know of."""
+        if unplanned_bytes is None:
+            unplanned_bytes = self._unplanned_bytes
+        place = machine(
+            gpu_bytes=int((parse_bytes(self.limit) if self.limit else _device_bytes()) - unplanned_bytes),
+            host_bytes=parse_bytes(self.host) if self.host else int(available_host_bytes()),
+        )
+        options = Options(
+            method=self.training, objective=self.objective, batch=8 if self.objective == "grpo" else 1,
+            optimizer=_PLANNED_AS.get(self.optimizer, self.optimizer), keep="input" if self.layers else self.keep,
+            offload=self.offload, recompute_layers=self.recompute_layers, machine=place,
+        )  # fmt: skip
+        return estimator_of(self.model, options)
+
+    def config(self) -> StreamConfig:
+        """Return the options of the step: auto, or for a cut model those that the whole one's plan has for its last layers."""
+        if self.layers is None:
+            return StreamConfig(keep=self.keep, offload=self.offload, recompute_layers=self.recompute_layers)
+        plan = self.outlook.plan
+        assert plan is not None
+        last = plan.policies[-self.layers :]
+        if last[0].recomputed or len({policy.on_host for policy in last}) > 1:
+            raise ValueError(
+                f"layers={self.layers} of the plan of the whole model ({plan}) are not alike, or no whole segments. Pass "
+                f"{len(plan.policies) - self._kept_inputs[-1]}."
+            )
+        place = "host" if last[0].on_host else "none"
+        return StreamConfig(keep="input", offload=place, recompute_layers=self.segment, chunk_size=plan.chunk_sizes[-1])
+
+    @property
+    def segment(self) -> int:
+        """Return the layers of which the plan keeps one input."""
+        return (*self._kept_inputs, self._all_layers)[1]
+
+    @property
+    def _kept_inputs(self) -> list[int]:
+        assert self.outlook.plan is not None
+        return [index for index, policy in enumerate(self.outlook.plan.policies) if not policy.recomputed]
+
+    def ballast(self, network: Any) -> tuple[int, int]:
+        """Return the bytes, on the device and on the host, of layers that were not built."""
+        plan, layers = self.outlook.plan, decoder_layers(network.get_decoder())
+        assert plan is not None
+        missing = self._all_layers - len(layers)
+        tokens = ROWS[self.objective] * self.tokens
+        input_bytes = tokens * network.config.hidden_size * network.dtype.itemsize
+        kept = [policy.on_host for policy in plan.policies[:missing] if not policy.recomputed]
+        trained = sum(parameter.nbytes for parameter in layers[0].parameters() if parameter.requires_grad)
+        device = ballast_of_missing_layers(
+            self.model, kept_bytes=kept.count(False) * input_bytes, has_copy=self.has_copy,
+            frees_gradients=self.optimizer == "host" or "in-backward" in self.optimizer,
+            states=_STATE_SIZES.get(self.optimizer, 0),
+        )(network, tokens)  # fmt: skip
+        # The copy that a host optimizer steps, its gradient and two moments.
+        on_host = missing * 4 * trained if self.optimizer == "host" else 0
+        return device, kept.count(True) * input_bytes + on_host
+
+
+def optimizer_for(name: str, network: torch.nn.Module) -> torch.optim.Optimizer | None:
+    """Return AdamW as `name` says, on the model's trained parameters: fused, in 8 bits, in backward, or on the host."""
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    if name == "none":
+        return None
+    if name == "host":
+        offloaded = importlib.import_module("torchao.optim").CPUOffloadOptimizer
+        made: torch.optim.Optimizer = offloaded(trained, torch.optim.AdamW, offload_gradients=True, lr=1e-5)
+        return made
+    in_8_bits = name.startswith("adamw8bit")
+    kind = importlib.import_module("bitsandbytes").optim.AdamW8bit if in_8_bits else torch.optim.AdamW
+    options = {"lr": 1e-5} if in_8_bits else {"lr": 1e-5, "fused": True}
+    if name.endswith("in-backward"):
+        return streamgrad.optimizer_in_backward(network, kind, **options)
+    return kind(trained, **options)
+
+
+def measure_cases(
+    cases: Sequence[TrainingCase], *, command: str, device: torch.device, session: Session = EVERYTHING
+) -> Iterator[TrainStepRecord]:
+    """Yield the record of each case that the session does not have."""
+    for case in cases:
+        cell = {
+            "benchmark": "train-step", "method": "streamgrad", "model": case.model, "training": case.training,
+            "objective": case.objective, "optimizer": case.optimizer, "batch": ROWS[case.objective], "seq_len": case.tokens,
+            "layers": case.layers or case._all_layers, "limit_bytes": parse_bytes(case.limit) if case.limit else None,
+            "command": command, **circumstances(device),
+        }  # fmt: skip
+        if not session.has(cell, {}):
+            session.tell(f"{case.model} {case.training} {case.objective} {case.optimizer} at {case.tokens:,}")
+            with capped(parse_bytes(case.limit)) if case.limit and device.type == "cuda" else nullcontext():
+                yield _measured(case, cell, device)
+
+
+def _measured(case: TrainingCase, cell: dict[str, Any], device: torch.device) -> TrainStepRecord:
+    clear_memory()
+    config = case.config()
+    subject = Subject.build(
+        "streamgrad", case.model, training=case.training, objective=case.objective, layers=case.layers, device=device
+    )
+    optimizer = optimizer_for(case.optimizer, subject.network)
+    vocabulary = subject.network.config.vocab_size
+
+    def steps_of(tokens: int) -> Any:
+        ids_BT = torch.randint(vocabulary, (ROWS[case.objective], tokens), device=device)
+        backward = subject.step_on(ids_BT, accumulates=False)
+
+        def step() -> None:
+            backward()
+            if optimizer is not None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return step
+
+    with subject.enabled(config):
+        steps_of(min(_SHORT, case.tokens))()
+        device_ballast, host_ballast = case.ballast(subject.network)
+        held = torch.empty(host_ballast, dtype=torch.uint8).fill_(1)  # so that there are pages behind it
+        step = steps_of(case.tokens)
+        measured = Timing(device, runs=1, warm_ups=0, kernels=False).of(step, streams=True, held_bytes=device_ballast)
+        outcome = subject.outcome(config)
+        del held
+    return TrainStepRecord(
+        **cell, **measured, **outcome, ballast_bytes=device_ballast, host_ballast_bytes=host_ballast,
+        predicted_bytes=case.predicted_bytes,
+    )  # fmt: skip
+
+
+# Whole models in memory that is small enough for steps of seconds: what predictions with optimizers are tested against. Those
+# that need other packages come last.
+CONFIGURATIONS = tuple(
+    TrainingCase(model=model, training=training, optimizer=optimizer, tokens=tokens, limit=limit, offload=offload)
+    for model, training, optimizer, tokens, limit, offload in (
+        ("qwen3-0.6b", "full", "adamw", 16_000, "8GiB", "none"),
+        ("qwen3-0.6b", "full", "in-backward", 24_000, "6GiB", "none"),
+        ("qwen3-1.7b", "full", "adamw", 16_000, "18GiB", "none"),
+        ("qwen3-1.7b", "full", "in-backward", 16_000, "16GiB", "none"),
+        ("qwen3-4b", "lora", "adamw", 12_000, "14GiB", "none"),
+        ("gemma-3-1b", "full", "adamw", 16_000, "12GiB", "none"),
+        ("qwen3-4b", "full", "in-backward", 12_000, "36GiB", "auto"),
+        ("qwen3-1.7b", "full", "in-backward", 32_000, "14GiB", "auto"),
+        ("qwen3-1.7b", "full", "adamw8bit", 16_000, "16GiB", "none"),
+        ("qwen3-1.7b", "full", "adamw8bit-in-backward", 16_000, "12GiB", "none"),
+        ("qwen3-1.7b", "full", "host", 16_000, "10GiB", "none"),
+    )
+)
+
+
+def _device_bytes() -> int:
+    """Return what a process may use of the GPU; without one, as much as a small model cannot fill."""
+    return torch.cuda.mem_get_info()[1] - 2**29 if torch.cuda.is_available() else 2**40
