@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.report_by_memory import PEERS, our_points, peer_points
 from benchmarks.report_objectives import PICTURED_COMPLETION
 from benchmarks.selection import (
     Record,
@@ -44,10 +45,11 @@ def draw_plots(records: Records, paper: dict[str, Any], folder: Path) -> list[Pa
     return drawn
 
 
-def _figure(panels: int = 1, width: float = 6.4, *, stacked: bool = False) -> tuple[Any, list[Any]]:
+def _figure(panels: int = 1, width: float = 6.4, *, stacked: bool = False, columns: int | None = None) -> tuple[Any, list[Any]]:
     from matplotlib.figure import Figure  # without pyplot: no display, no global state
 
-    rows, columns = (panels, 1) if stacked else (1, panels)
+    columns = columns or (1 if stacked else panels)
+    rows = -(-panels // columns)
     figure = Figure(figsize=(width * columns, (3.4 if stacked else 4.4) * rows), layout="constrained")
     axes = [figure.add_subplot(rows, columns, place + 1) for place in range(panels)]
     for panel in axes:
@@ -90,6 +92,43 @@ def _time(records: Records, paper: dict[str, Any]) -> Any:
     axes.set_yticks([], minor=True)
     axes.legend(frameon=False, fontsize=9, loc="upper left")
     return figure
+
+
+def _time_by_memory(records: Records, paper: dict[str, Any]) -> Any:
+    """Draw, for each length with peers that keep everything or with a budget of ours, all steps and both frontiers."""
+    ours, peers = our_points(records), peer_points(records)
+    lengths = [length for length in ours if len(ours[length]) + len(peers.get(length, [])) > 3]
+    if not lengths:
+        return None
+    columns = min(3, len(lengths))
+    figure, panels = _figure(len(lengths), 4.2, columns=columns)
+    colors = {name: f"C{place + 1}" for place, name in enumerate(PEERS.values())}
+    for axes, length in zip(panels, lengths, strict=True):
+        for point in peers.get(length, []):
+            axes.plot(*_place(point), "o", color=colors[point.name], label=point.name)
+        axes.plot(*zip(*map(_place, _frontier(peers.get(length, []))), strict=True), "--", color="tab:gray", zorder=0)
+        axes.plot(*zip(*sorted(map(_place, ours[length])), strict=True), "D-", color="tab:blue", label="streamgrad")
+        axes.set(title=f"{length:,} tokens", xlabel="peak device memory (GB)", ylabel="forward + backward (ms)")
+        axes.set_xscale("log")
+        axes.set_xticks([16, 32, 64, 128], ["16", "32", "64", "128"])
+        axes.set_xticks([], minor=True)
+        axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
+    handles = {text: line for panel in panels for line, text in zip(*panel.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+    return figure
+
+
+def _place(point: Any) -> tuple[float, float]:
+    return point.record["peak_bytes"] / 1e9, point.record["step_ms"]
+
+
+def _frontier(points: list[Any]) -> list[Any]:
+    """Return the points that no other one beats in both, from the smallest to the fastest."""
+    found: list[Any] = []
+    for point in sorted(points, key=_place):
+        if not found or point.record["step_ms"] < found[-1].record["step_ms"]:
+            found.append(point)
+    return found
 
 
 def _memory(records: Records, paper: dict[str, Any]) -> Any:
@@ -258,6 +297,7 @@ def _shared_prompts(records: Records, paper: dict[str, Any]) -> Any:
 
 _PICTURES: dict[str, Callable[[Records, dict[str, Any]], Any]] = {
     "time": _time,
+    "time_by_memory": _time_by_memory,
     "memory": _memory,
     "memory_models": _memory_models,
     "max_length": _max_length,

@@ -12,14 +12,14 @@ from typing import Any
 
 from benchmarks.figures import draw_plots
 from benchmarks.paper import read_paper
+from benchmarks.report_by_memory import by_memory
 from benchmarks.report_lengths import longest, memory, mini_sequences, partitions, predicted, small_card
 from benchmarks.report_objectives import families, shared_prompts
+from benchmarks.report_training import runs, train_steps
 from benchmarks.selection import Record, Records, automatic_steps, latest, read_records
 from benchmarks.words import STEP_METHODS, TIMED_METHODS, gb, markdown_table, ms, no_record, not_run, or_dash, origin, picture
 
 BATCH_TOKENS = 9_000
-# In README's table.
-SPEED_LENGTHS = (6_000, 12_000, 24_000, 36_000, 72_000)
 ENGINE_METHODS = {"streamgrad-fsdp2": "FSDP2", "streamgrad-zero3": "DeepSpeed ZeRO-3"}
 
 
@@ -48,20 +48,6 @@ def render(records: Records, paper: dict[str, Any]) -> str:
 # Sections, in the order of the paper
 
 
-def speed_table(records: Records) -> str:
-    """Return README's table: milliseconds by length and method."""
-    steps = automatic_steps(records["step"])
-    rows = []
-    for length in SPEED_LENGTHS:
-        by_method = {method: steps.get((method, length)) for method in STEP_METHODS}
-        ours, liger = by_method["streamgrad"], by_method["liger"]
-        rows.append([
-            f"{length:,}", ms(by_method["hf"]), ms(liger), f"**{ms(ours)}**",
-            f"{liger['step_ms'] / ours['step_ms']:.2f}x" if ours and liger and ours["step_ms"] and liger["step_ms"] else "-",
-        ])  # fmt: skip
-    return markdown_table(["tokens", *STEP_METHODS.values(), "against Liger"], rows)
-
-
 def _time(records: Records, paper: dict[str, Any]) -> list[str]:
     steps, theirs = automatic_steps(records["step"]), paper["bp_time_seconds"]
     column = {length: place for place, length in enumerate(theirs["sequence_length"])}
@@ -83,8 +69,6 @@ def _time(records: Records, paper: dict[str, Any]) -> list[str]:
         "over that of streaming, each on its own hardware.",
         picture("time", "Step time against length"),
         markdown_table([*header, "paper: gain", "ours: gain over transformers"], rows),
-        "The same, as in README:",
-        speed_table(records),
         origin(steps.values()),
     ]
 
@@ -261,6 +245,7 @@ def _flash(records: Records, paper: dict[str, Any]) -> list[str]:
 SECTIONS: tuple[tuple[str, Callable[[Records, dict[str, Any]], list[str]]], ...] = (
     ("Memory against length", memory),
     ("Time against length", _time),
+    ("Time by memory", by_memory),
     ("Batch sizes", _batches),
     ("Longest sequence by objective", longest),
     ("Mini-sequences (MsT)", mini_sequences),
@@ -270,6 +255,8 @@ SECTIONS: tuple[tuple[str, Callable[[Records, dict[str, Any]], list[str]]], ...]
     ("Gradient precision", _precision),
     ("A card of 24 GB", small_card),
     ("Longest sequences, predicted and found", predicted),
+    ("Beyond the paper: steps with an optimizer", train_steps),
+    ("Beyond the paper: runs on sequences of different lengths", runs),
     ("Beyond the paper: the head alone", _head),
     ("Beyond the paper: FlashAttention-4", _flash),
     ("Beyond the paper: engines with one rank", _engines),

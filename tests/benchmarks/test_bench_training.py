@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from benchmarks import training_commands
 from benchmarks.commands import app
 from benchmarks.records import rows_in
+from benchmarks.report_training import runs, train_steps
 from benchmarks.run import lengths_of_run
 from benchmarks.subject import Subject
 from benchmarks.train_step import CONFIGURATIONS, TrainingCase
@@ -46,6 +47,8 @@ def test_methods_train_alike_on_the_same_sequences(invoke, tmp_path, training):
     torch.testing.assert_close(torch.tensor(ours["losses"]), torch.tensor(theirs["losses"]), rtol=0.01, atol=0.0)
     assert ours["tokens_per_second"] == pytest.approx(1e3 * sum(ours["lengths"]) / sum(ours["step_ms"]))
     assert ours["later_tokens_per_second"] == pytest.approx(1e3 * sum(ours["lengths"][1:]) / sum(ours["step_ms"][1:]))
+    section = "\n".join(runs({"run": [ours, theirs]}, {}))
+    assert f"| tiny {training} | hf | {theirs['tokens_per_second']:,.0f} | " in section and "4 steps of fused AdamW" in section
     assert ours["policy"]["plan"] and "step 4: " in result.output and "tokens/s" in result.output
 
 
@@ -119,6 +122,11 @@ def test_a_step_with_its_optimizer(invoke, tmp_path, training, optimizer):
     assert (row["seq_len"], row["optimizer"], row["training"], row["error"]) == (33, optimizer, training, None)
     assert row["step_ms"] > 0 and row["peak_bytes"] > 0 and row["predicted_bytes"] > 0
     assert row["ballast_bytes"] == row["host_ballast_bytes"] == 0 and "predicted" in result.output
+    off = row["predicted_bytes"] / row["peak_bytes"] - 1
+    assert f"| tiny {training} | {optimizer} | 33 | 2 of 2 | all | " in (
+        text := "\n".join(train_steps({"train_step": rows_in(out)}, {}))
+    )
+    assert f"| {off:+.1%} |" in text
     invoke(f"train-step {options} --out {out} --resume")
     assert len(rows_in(out)) == 1
 

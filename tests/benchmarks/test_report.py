@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from benchmarks import linear
 from benchmarks.commands import app
 from benchmarks.figures import draw_plots
-from benchmarks.report import SECTIONS, read_paper, read_records, render, speed_table, write_report
+from benchmarks.report import SECTIONS, read_paper, read_records, render, write_report
+from benchmarks.report_by_memory import PEERS, README_LENGTHS, our_points, peer_points, speed_table
 from benchmarks.selection import (
     automatic_steps,
     card_bytes,
@@ -72,6 +73,31 @@ def test_the_latest_record_counts(records):
     assert "**1,234 ms**" in speed_table(changed) and "**1,234 ms**" not in speed_table(records)
 
 
+def test_our_steps_stand_beside_the_fastest_peer_in_no_more_memory(records):
+    """A peer that keeps everything is the fastest of all, but counts in less memory only where it took no more."""
+    others = [record for record in records["step"] if record["seq_len"] != 36_000]
+    ours = step_row(records, step_ms=1000.0, peak_bytes=50 * 10**9)
+    within = step_row(records, step_ms=1500.0, peak_bytes=20 * 10**9, command="python -m benchmarks step --memory-budget liger")
+    within["policy"]["memory_budget"] = 21 * 10**9
+    peers = [
+        step_row(records, method=method, step_ms=time, peak_bytes=peak * 10**9, policy={})
+        for method, time, peak in (("liger", 1800.0, 21), ("liger-nockpt", 900.0, 60), ("hf-compile", 1200.0, 40))
+    ]
+    changed = records | {"step": [*others, ours, within, *peers]}
+    lines = [line for line in speed_table(changed).splitlines() if line.startswith("| 36,000 |")]
+    compiled, kept = "transformers compiled, checkpointing: 1,200 ms, 40.0 GB", "Liger kernels, all kept: 900 ms, 60.0 GB"
+    liger = "Liger kernels, checkpointing: 1,800 ms, 21.0 GB"
+    assert lines == [
+        f"| 36,000 | all of the card | **1,000 ms**, 50.0 GB | {compiled} | 1.20x | {kept} | 0.90x |",
+        f"| 36,000 | 21.0 GB | **1,500 ms**, 20.0 GB | {liger} | 1.20x | - | - |",
+    ]
+    assert [point.name for point in peer_points(changed)[36_000]] == [PEERS[m] for m in ("liger-nockpt", "hf-compile", "liger")]
+    assert [point.record["step_ms"] for point in our_points(changed)[36_000]] == [1000.0, 1500.0]
+    checkpointing = records | {"step": [*others, ours, peers[0]]}
+    assert f"{liger} (of those that checkpoint)" in speed_table(checkpointing)
+    assert "| 36,000 | Liger kernels, all kept | 60.0 GB | 900 ms |" in render(changed, read_paper())
+
+
 @pytest.mark.parametrize("option", [{"memory_budget": "20GiB"}, {"chunk_size": 2048}, {"keep": "input"}, {"offload": "host"}])
 def test_a_step_with_an_option_set_is_not_in_the_speed_table(records, option):
     again = copy.deepcopy(automatic_steps(records["step"])["streamgrad", 36_000])
@@ -103,7 +129,7 @@ def test_batches_are_seconds_a_sample(records):
     text = render(changed, read_paper())
     assert "| ours: MsT | 0.700 s | 0.700 s | 0.700 s | out of memory |" in text
     assert "| ours: streamgrad | not run | not run | not run | not run |" in text
-    assert speed_table(changed) == speed_table(records)
+    assert speed_table(changed, README_LENGTHS) == speed_table(records, README_LENGTHS)
     assert automatic_steps(changed["step"]).keys() - automatic_steps(others).keys() == {("mst", 9000)}
 
 
@@ -189,7 +215,7 @@ def test_an_empty_folder_is_an_error(tmp_path):
 
 
 def test_readmes_speed_table_is_that_of_the_records(records):
-    assert speed_table(records) in (ROOT / "README.md").read_text()
+    assert speed_table(records, README_LENGTHS) in (ROOT / "README.md").read_text()
 
 
 def test_readmes_bytes_a_token_are_those_of_the_records(records):
