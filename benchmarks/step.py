@@ -204,6 +204,10 @@ def peaks_in(path: Path, *, method: str, model: str, lengths: Sequence[int]) -> 
     return {length: peaks[length] for length in lengths}
 
 
+# The measurements of a step that did not run.
+NOTHING: dict[str, Any] = {"step_ms": None, "peak_bytes": None, "reserved_bytes": None, "kernel_ms": None}
+
+
 @dataclass(frozen=True)
 class Timing:
     """Measures steps: how often, after how many that warm up, and whether their kernels are profiled.
@@ -223,7 +227,6 @@ class Timing:
         on_cuda = self.device.type == "cuda"
         if on_cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
-        nothing = {"step_ms": None, "peak_bytes": None, "reserved_bytes": None, "kernel_ms": None}
         try:
             ballast = torch.empty(held_bytes, dtype=torch.uint8, device=self.device)
             for _ in range(self.warm_ups):
@@ -234,9 +237,9 @@ class Timing:
             kernel_ms = _kernel_ms(step) if self.kernels and streams else None
             del ballast
         except torch.OutOfMemoryError:
-            return nothing | {"error": "out of memory"}
+            return NOTHING | {"error": "out of memory"}
         except ValueError as error:
-            return nothing | {"error": str(error)}
+            return NOTHING | {"error": str(error)}
         return {"step_ms": step_ms, "peak_bytes": peak, "reserved_bytes": reserved, "kernel_ms": kernel_ms, "error": None}
 
 

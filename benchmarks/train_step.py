@@ -7,7 +7,7 @@ length; ballast then stands for the others, on the device and on the host, by th
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +19,7 @@ import streamgrad
 from benchmarks.lengths import ballast_of_missing_layers, capped
 from benchmarks.objective import ROWS
 from benchmarks.records import EVERYTHING, Session
-from benchmarks.step import StepRecord, Timing, circumstances, clear_memory
+from benchmarks.step import NOTHING, StepRecord, Timing, circumstances, clear_memory
 from benchmarks.subject import Subject
 from streamgrad.config import StreamConfig, parse_bytes
 from streamgrad.hf.configs import preset_config
@@ -204,36 +204,46 @@ def measure_cases(
 def _measured(case: TrainingCase, cell: dict[str, Any], device: torch.device) -> TrainStepRecord:
     clear_memory()
     config = case.config()
-    subject = Subject.build(
-        "streamgrad", case.model, training=case.training, objective=case.objective, layers=case.layers, device=device
-    )
-    optimizer = optimizer_for(case.optimizer, subject.network)
-    vocabulary = subject.network.config.vocab_size
+    predicted = {"predicted_bytes": case.predicted_bytes, "ballast_bytes": 0, "host_ballast_bytes": 0}
+    optimizer = None
+    try:
+        subject = Subject.build(
+            "streamgrad", case.model, training=case.training, objective=case.objective, layers=case.layers, device=device
+        )
+        optimizer = optimizer_for(case.optimizer, subject.network)
+        with subject.enabled(config):
+            _step_of(case, subject, optimizer, min(_SHORT, case.tokens))()
+            predicted["ballast_bytes"], predicted["host_ballast_bytes"] = case.ballast(subject.network)
+            held = torch.empty(predicted["host_ballast_bytes"], dtype=torch.uint8).fill_(1)  # so that there are pages behind it
+            step = _step_of(case, subject, optimizer, case.tokens)
+            timing = Timing(device, runs=1, warm_ups=0, kernels=False)
+            measured = timing.of(step, streams=True, held_bytes=predicted["ballast_bytes"]) | subject.outcome(config)
+            del held
+    except torch.OutOfMemoryError:
+        measured = NOTHING | {
+            "error": "out of memory before the step",
+            "host_bytes": 0,
+            "policy": vars(config) | {"plan": "none"},
+        }
+    finally:
+        if hasattr(optimizer, "remove"):
+            optimizer.remove()  # or its hooks hold the model for as long as the process lives
+    return TrainStepRecord(**cell, **measured, **predicted)
 
-    def steps_of(tokens: int) -> Any:
-        ids_BT = torch.randint(vocabulary, (ROWS[case.objective], tokens), device=device)
-        backward = subject.step_on(ids_BT, accumulates=False)
 
-        def step() -> None:
-            backward()
-            if optimizer is not None:
-                optimizer.step()
-                optimizer.zero_grad()
+def _step_of(case: TrainingCase, subject: Subject, optimizer: Any, tokens: int) -> Callable[[], None]:
+    """Return a function that runs a step on random tokens and lets the optimizer end it."""
+    shape = (ROWS[case.objective], tokens)
+    ids_BT = torch.randint(subject.network.config.vocab_size, shape, device=subject.network.device)
+    backward = subject.step_on(ids_BT, accumulates=False)
 
-        return step
+    def step() -> None:
+        backward()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
 
-    with subject.enabled(config):
-        steps_of(min(_SHORT, case.tokens))()
-        device_ballast, host_ballast = case.ballast(subject.network)
-        held = torch.empty(host_ballast, dtype=torch.uint8).fill_(1)  # so that there are pages behind it
-        step = steps_of(case.tokens)
-        measured = Timing(device, runs=1, warm_ups=0, kernels=False).of(step, streams=True, held_bytes=device_ballast)
-        outcome = subject.outcome(config)
-        del held
-    return TrainStepRecord(
-        **cell, **measured, **outcome, ballast_bytes=device_ballast, host_ballast_bytes=host_ballast,
-        predicted_bytes=case.predicted_bytes,
-    )  # fmt: skip
+    return step
 
 
 # Whole models in memory that is small enough for steps of seconds: what predictions with optimizers are tested against. Those

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
+import weakref
 
 import pytest
 import torch
@@ -129,6 +131,34 @@ def test_a_step_with_its_optimizer(invoke, tmp_path, training, optimizer):
     assert f"| {off:+.1%} |" in text
     invoke(f"train-step {options} --out {out} --resume")
     assert len(rows_in(out)) == 1
+
+
+def test_nothing_is_left_of_a_case_when_the_next_one_begins(invoke, tmp_path, monkeypatch):
+    """Updates in backward are hooks of parameters, which hold the optimizer and so all parameters."""
+    stock, built = Subject.build, []
+
+    def build(*args, **options):
+        gc.collect()
+        assert not [reference for reference in built if reference() is not None]
+        subject = stock(*args, **options)
+        built.append(weakref.ref(next(subject.network.parameters())))
+        return subject
+
+    monkeypatch.setattr(Subject, "build", build)
+    out = tmp_path / "train_step.jsonl"
+    result = invoke(f"train-step --model tiny --tokens 33,34 --optimizer in-backward --host 1GiB --device cpu --out {out}")
+    assert result.exit_code == 0 and len(built) == 2, (result.output, result.exception)
+
+
+def test_a_model_that_does_not_fit_is_a_record(invoke, tmp_path, monkeypatch):
+    def build(*args, **options):
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr(Subject, "build", build)
+    out = tmp_path / "train_step.jsonl"
+    result = invoke(f"train-step --model tiny --tokens 33 --host 1GiB --device cpu --out {out}")
+    assert result.exit_code == 0 and "out of memory before the step" in result.output, result.exception
+    assert rows_in(out)[0]["step_ms"] is None and train_steps({"train_step": rows_in(out)}, {})
 
 
 def test_a_cut_step_holds_ballast_by_the_plan_of_the_whole_model(invoke, tmp_path):
