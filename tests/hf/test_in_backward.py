@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 import streamgrad
 from gradients import more, no_float32, worst_gradient_error
 from lora import with_lora
+from streamgrad.hf.freed_gradient import held_gradient
 from streamgrad.hf.in_backward import updates_of
 from streamgrad.memory.live_bytes import LiveBytes
 from tiny import tiny_model, tokens
@@ -220,25 +221,37 @@ def test_no_more_gradients_than_one_layers():
             streamgrad.optimizer_in_backward(model, torch.optim.SGD, lr=1e-3)
         with LiveBytes() as live:
             model(input_ids=ids, labels=ids).loss.backward()
-        assert all((parameter.grad is None) == in_backward for parameter in model.parameters())
+        assert all((held_gradient(parameter) is None) == in_backward for parameter in model.parameters())
         peaks.append(live.peak_bytes)
     layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
     assert peaks[1] < 1.5 * layer, "more than a layer's gradients and its activations"
     assert peaks[0] > layers * layer
 
 
-def test_one_gradient_at_each_update(monkeypatch):
+class _Looking(torch.optim.SGD):
+    """Counts the parameters that its steps come by, and the gradients that it finds."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            self.looked = getattr(self, "looked", 0) + len(group["params"])
+            found = [parameter for parameter in group["params"] if held_gradient(parameter) is not None]
+            self.found = [*getattr(self, "found", []), *found]
+            for parameter in found:
+                parameter.data.add_(parameter.grad, alpha=-group["lr"])
+
+
+def test_an_update_looks_at_its_own_parameter():
+    """But for the first of a step: else the cost would grow with the square of the parameters. Each is updated once."""
     model = streamed("qwen3")
-    optimizer = streamgrad.optimizer_in_backward(model, torch.optim.SGD, lr=1e-3)
-    own, seen = optimizer._own_step, []
-
-    def counted():
-        seen.append([parameter.shape for parameter in model.parameters() if parameter.grad is not None])
-        own()
-
-    monkeypatch.setattr(optimizer, "_own_step", counted)
-    one_step(model, optimizer, 0)
-    assert len(seen) == len(list(model.parameters())) and all(len(each) == 1 for each in seen)
+    named = [{"params": [p for p in model.parameters() if (p.dim() > 1) is matrices]} for matrices in (True, False)]
+    optimizer = streamgrad.optimizer_in_backward(model, _Looking, params=named, lr=1e-3)
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    for step in range(2):
+        one_step(model, optimizer, step)
+    count = sum(map(len, groups))
+    assert optimizer.looked == 2 * (2 * count - 1) and len(optimizer.found) == 2 * count
+    assert set(map(id, optimizer.found[:count])) == set(map(id, optimizer.parameters))
+    assert [list(map(id, group["params"])) for group in optimizer.param_groups] == [list(map(id, group)) for group in groups]
 
 
 # --- What is refused --------------------------------------------------------------------------------------------------------
@@ -257,38 +270,65 @@ def test_a_second_backward_before_step_is_refused():
     with pytest.raises(RuntimeError, match=r"cannot accumulate gradients.*step\(\) after each backward"):
         model(input_ids=ids, labels=ids).loss.backward()
     assert all(map(torch.equal, before, values(model)))
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(held_gradient(parameter) is None for parameter in model.parameters())
     optimizer.step()
+    assert all(parameter.grad is None for parameter in model.parameters())
     model(input_ids=ids, labels=ids).loss.backward()
 
 
-def test_clipping_by_the_global_norm_is_refused():
-    from torch.nn.utils import clip_grad_norm_  # however it was imported
-
-    model = streamed("qwen3")
-    optimizer = streamgrad.optimizer_in_backward(model, torch.optim.AdamW, lr=1e-2, max_grad_norm=2.0)
+def freed(**options):
+    """A model and its optimizer between backward and step."""
+    model = streamed("qwen3", dtype=torch.float32)
+    optimizer = streamgrad.optimizer_in_backward(model, torch.optim.AdamW, lr=1e-2, **options)
     ids = tokens(1, 9)
     model(input_ids=ids, labels=ids).loss.backward()
-    with pytest.raises(RuntimeError, match=r"max_norm=1.0.*max_grad_norm=1.0 to optimizer_in_backward"):
-        clip_grad_norm_(model.parameters(), 1.0)
-    norm = optimizer.grad_norm
-    assert norm > 0
-    # As a Trainer asks for the norm; and where the optimizer clips by this limit itself.
-    for limit in (float("inf"), 2.0):
-        assert clip_grad_norm_(model.parameters(), limit).item() == pytest.approx(norm.item(), rel=1e-6)
-    other = nn.Linear(2, 2)
-    other.weight.grad = torch.full((2, 2), 2.0)
-    assert clip_grad_norm_(other.parameters(), 1.0).item() == pytest.approx(4.0)
-    assert other.weight.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
+    return model, optimizer
 
 
-def test_a_grad_scaler_is_refused():
-    model = streamed("qwen3", dtype=torch.float32)
-    optimizer = streamgrad.optimizer_in_backward(model, torch.optim.AdamW, lr=1e-2, fused=True)
-    scaler, ids = torch.amp.GradScaler("cpu"), tokens(1, 9)
-    scaler.scale(model(input_ids=ids, labels=ids).loss).backward()
+def scaled_by_hand(parameters) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.data.mul_(0.5)
+
+
+USES = {
+    "by the norm": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "by the norm at once": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True),
+    "by a norm that is known": lambda model: nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.tensor(4.0)),
+    "by value": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+    "the norm alone": lambda model: nn.utils.get_total_norm([p.grad for p in model.parameters()]),
+    "by hand": lambda model: scaled_by_hand(model.parameters()),
+    "Accelerate's": lambda model: accelerate.Accelerator(cpu=True).clip_grad_norm_(model.parameters(), 1.0),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_gradient_that_is_gone_cannot_be_used(use):
+    """Clipping would find none, and do nothing."""
+    model, optimizer = freed()
+    with pytest.raises(RuntimeError, match=r"max_grad_norm to optimizer_in_backward.*on the host.*optimizer\.grad_norm"):
+        USES[use](model)
+    assert "FreedGradient" in repr(model.model.norm.weight.grad) and optimizer.grad_norm > 0
+
+
+def test_clipping_by_the_optimizers_own_limit_gives_the_norm():
+    model, optimizer = freed(max_grad_norm=2.0)
+    assert optimizer.grad_norm > 2.0, "nothing would be clipped"
+    for foreach in (None, True):
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 2.0, foreach=foreach)
+        assert norm.item() == pytest.approx(optimizer.grad_norm.item(), rel=1e-6)
+    with pytest.raises(RuntimeError, match="max_grad_norm to optimizer_in_backward"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+@pytest.mark.parametrize("unscaled", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_grad_scaler_is_refused(fused, unscaled):
+    _, optimizer = freed(fused=fused)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
     with pytest.raises(RuntimeError, match=r"GradScaler.*bf16"):
-        scaler.step(optimizer)
+        (scaler.unscale_ if unscaled else scaler.step)(optimizer)
 
 
 class _SharedCounter(torch.optim.SGD):
@@ -318,6 +358,8 @@ def test_what_else_is_refused():
     make = streamgrad.optimizer_in_backward
     with pytest.raises(TypeError, match="optimizer_class must be a class"):
         make(model, "adamw", lr=1e-2)
+    with pytest.raises(TypeError, match="made of other optimizers"):
+        make(model, type("Offloading", (torch.optim.SGD,), {"param_groups": property(lambda self: [])}), lr=1e-2)
     with pytest.raises(ValueError, match="max_grad_norm=0 must be above 0"):
         make(model, torch.optim.SGD, lr=1e-2, max_grad_norm=0)
     with pytest.raises(ValueError, match="parameters are on cpu, meta"):
@@ -352,7 +394,7 @@ def test_a_step_that_fails_on_its_way_says_what_to_do(monkeypatch):
         one_step(model, optimizer, 0)
     handle.remove()
     assert torch.equal(first, before[0]) and not torch.equal(last, before[1])
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(held_gradient(parameter) is None for parameter in model.parameters())
     with pytest.raises(RuntimeError, match="load a checkpoint, or call step"):
         one_step(model, optimizer, 1)
     optimizer.step()

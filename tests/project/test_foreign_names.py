@@ -29,7 +29,7 @@ PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "deepspeed")
 # Private names that src/ uses, by where they are. A file is named for what its code sets at run time.
 PRIVATE = {
     "torch": "_C _subclasses",
-    "torch.Tensor": "_backward_hooks _is_view _post_accumulate_grad_hooks _version",
+    "torch.Tensor": "_backward_hooks _is_view _make_wrapper_subclass _post_accumulate_grad_hooks _version",
     "torch.UntypedStorage": "_cdata",
     "torch._C": "_autograd _current_graph_task_id _dynamo _functorch _len_torch_function_stack _nn",
     "torch._C._autograd": "_get_current_graph_task_keep_graph _top_saved_tensors_default_hooks",
@@ -42,10 +42,9 @@ PRIVATE = {
     "torch.nn.modules.module": """
         _global_backward_hooks _global_backward_pre_hooks _global_forward_hooks _global_forward_pre_hooks _has_any_global_hook
     """,
-    "torch.nn.utils.clip_grad": "_clip_grads_with_norm_",
     "torch.nn.utils.parametrize": "_cache_enabled",
     "torch.ops.aten": """
-        _flash_attention_backward _flash_attention_forward _grouped_mm _unsafe_view
+        _flash_attention_backward _flash_attention_forward _foreach_mul_ _foreach_norm _grouped_mm _unsafe_view
         _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward
         _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward
         _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward

@@ -67,17 +67,24 @@ def test_a_trainer_resumes_bit_for_bit(tmp_path):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"max_grad_norm": 1.0}, r"max_norm=1.0.*max_grad_norm=0 for a Trainer"),
+        (
+            {"max_grad_norm": 1.0},
+            "max_grad_norm=1.0 of the Trainer's.*optimizer_in_backward.*max_grad_norm=0.*on the host",
+        ),
+        ({"max_grad_norm": 1.0, "clip": 2.0}, "max_grad_norm=1.0 of the Trainer's arguments"),
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=1 and pass larger batches"),
     ],
 )
 def test_what_a_trainer_cannot_ask_for(tmp_path, options, match):
+    """Refused before anything is updated."""
     run = trainer(tmp_path, in_backward=True, **options)
+    before = [parameter.detach().clone() for parameter in run.model.parameters()]
     try:
-        with pytest.raises(RuntimeError, match=match):
+        with pytest.raises((ValueError, RuntimeError), match=match):
             run.train()
     finally:
         run.accelerator.gradient_state._set_sync_gradients(True)
+    assert all(map(torch.equal, before, run.model.parameters()))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")

@@ -1,7 +1,7 @@
 """Optimizers that update each parameter in the backward pass, so that no more gradients exist than one layer's.
 
 A streamed layer returns the gradients of its parameters once, when its last chunk is done. torch then calls each parameter's hook
-(`register_post_accumulate_grad_hook`), and here the hook is an optimizer's step in which no other parameter has a gradient.
+(`register_post_accumulate_grad_hook`), and here the hook is an optimizer's step that sees no other parameter.
 A tensor that is used twice, such as tied embeddings, has its hook called when both gradients have been added.
 """
 
@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamgrad.hf.optimizer_trial import StateSizes, tensors_in, tried
-from streamgrad.hf.update_refusals import check_parameters, check_surroundings
+from streamgrad.hf.freed_gradient import TWICE, FreedGradient, held_gradient
+from streamgrad.hf.optimizer_trial import Alone, StateSizes, tensors_in, tried
+from streamgrad.hf.update_refusals import check_class, check_parameters, check_surroundings, check_trainer
 from streamgrad.ops.accumulate import accumulator_dtype
 
 _LAST_NORM = "last_grad_norm"
@@ -37,7 +38,8 @@ def optimizer_in_backward(
     ```
 
     The loop stays as it is: `backward()`, `optimizer.step()`, `scheduler.step()`, `optimizer.zero_grad()`. Parameters become what
-    `optimizer_class` makes of them in an ordinary loop. Gradients are None after `backward()`, and `step()` ends the step.
+    `optimizer_class` makes of them in an ordinary loop. After `backward()`, `.grad` holds no numbers, and raises if it is used;
+    `step()` sets it to None and ends the step.
 
     Args:
         model: the model whose trainable parameters are updated; or parameters, or groups of them, as for `optimizer_class`.
@@ -55,8 +57,7 @@ def optimizer_in_backward(
     raise an error: parameters are updated before all gradients are known. If a backward pass fails on its way, the parameters
     that it has passed are updated already.
     """
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
-        raise TypeError(f"optimizer_class must be a class of torch.optim.Optimizer, got {optimizer_class!r}.")
+    check_class(optimizer_class)
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm={max_grad_norm} must be above 0. Leave it out to clip nothing.")
     if params is None:
@@ -65,7 +66,6 @@ def optimizer_in_backward(
     optimizer: InBackward = kind(params, **options)
     check_parameters(model, optimizer.parameters, [parameter for parameter in optimizer.parameters if updates_of(parameter)])
     optimizer.begin(tried(optimizer, optimizer_class, options), max_grad_norm)
-    _watch_clipping()
     return optimizer
 
 
@@ -88,6 +88,8 @@ class InBackward(torch.optim.Optimizer):
         self._updated: set[int] = set()  # since the last step
         self._norms: list[Tensor] = []
         self._last_norm: Tensor | None = None
+        self._in_trainer = False
+        self._factor: Tensor | None = None  # that was found to be what `max_grad_norm` asks for
         self._watch(self.parameters)
 
     @property
@@ -111,6 +113,12 @@ class InBackward(torch.optim.Optimizer):
         if self._sizes is not None:
             self._watch(self.param_groups[-1]["params"])
 
+    def train(self) -> None:
+        """Raise for clipping that a Trainer would do after backward: it calls this before each forward pass."""
+        own: Callable[[], Any] = getattr(super(), "train", lambda: None)  # that of optimizers without a schedule
+        own()
+        self._in_trainer = check_trainer(self.max_grad_norm) or self._in_trainer
+
     @functools.cached_property
     def _own_step(self) -> Callable[[], Any]:
         """Return the step of the optimizer's class, without the hooks on steps that torch may have put around it."""
@@ -123,17 +131,22 @@ class InBackward(torch.optim.Optimizer):
         try:
             if not self._updated:
                 check_surroundings([other for other in self.parameters if other is not parameter])
+                self._alone = Alone(self)
             if id(parameter) in self._updated:
-                raise RuntimeError(_TWICE)
+                raise RuntimeError(TWICE)
             gradient = parameter.grad
             assert gradient is not None
             self._updated.add(id(parameter))
-            self._norms.append(torch.linalg.vector_norm(gradient, dtype=accumulator_dtype(gradient.dtype)))
+            norm = torch.linalg.vector_norm(gradient, dtype=accumulator_dtype(gradient.dtype))
+            self._norms.append(norm)
             if self.max_grad_norm is not None and self._last_norm is not None:
-                gradient.mul_((self.max_grad_norm / (self._last_norm + 1e-6)).clamp(max=1.0))
-            self._own_step()
-        finally:
+                gradient.mul_(_clipping(self.max_grad_norm, self._last_norm))
+            with self._alone.only(parameter):
+                self._own_step()
+        except BaseException:
             parameter.grad = None
+            raise
+        parameter.grad = FreedGradient(gradient, norm, self)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """End a step, whose updates backward has made. Gradients that were set by hand are applied now, as ever."""
@@ -147,6 +160,8 @@ class InBackward(torch.optim.Optimizer):
                 "the parameters of an optimizer in backward were replaced in its param_groups, as by DeepSpeed or FSDP, so those "
                 "that are there now were not updated. Use an ordinary optimizer with them."
             )
+        for parameter in parameters:
+            parameter.grad = held_gradient(parameter)
         if any(parameter.grad is not None for parameter in parameters):
             self._own_step()
         if self._updated:
@@ -161,6 +176,19 @@ class InBackward(torch.optim.Optimizer):
         if not self._norms:
             return self._last_norm
         return torch.linalg.vector_norm(torch.stack([norm.to(self._norms[0]) for norm in self._norms]))
+
+    @property
+    def may_ask_norms(self) -> bool:
+        """Return whether a norm that is asked for after backward is known not to be for clipping that would come too late."""
+        return self._in_trainer or self.max_grad_norm is not None
+
+    def has_clipped_by(self, factor: Tensor) -> bool:
+        """Return whether scaling gradients by `factor` leaves nothing to do: it is 1, or what `max_grad_norm` makes of them."""
+        if factor is not self._factor and self.grad_norm is not None:
+            limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
+            own = _clipping(limit, self.grad_norm).to(factor)
+            self._factor = factor if factor.dim() == 0 and torch.isclose(factor, own, rtol=1e-3) else None
+        return factor is self._factor
 
     def state_bytes_to_come(self, parameter: Tensor) -> float:
         """Return about how many bytes the parameter's first update will add to those on its device."""
@@ -193,50 +221,7 @@ class InBackward(torch.optim.Optimizer):
             "state_dict(), and load it into the optimizer of the other model."
         )
 
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Raise: only torch's GradScaler asks, where it steps the optimizer."""
-        raise RuntimeError(
-            "a GradScaler unscales gradients before the step, but parameters are updated in backward, by scaled gradients. Train "
-            "in bf16 without a GradScaler, or use an ordinary optimizer."
-        )
 
-    @_step_supports_amp_scaling.setter
-    def _step_supports_amp_scaling(self, supported: bool) -> None:
-        """Let torch's fused optimizers say that they could unscale gradients themselves."""
-
-
-_TWICE = (
-    "a second backward came before optimizer.step(), but the parameters were updated by the first, whose gradients are gone. An "
-    "optimizer in backward cannot accumulate gradients, or drop them: call step() after each backward, and pass larger batches. "
-    "To accumulate, use an ordinary optimizer, or one that keeps gradients on the host (docs/optimizers.md). If a backward pass "
-    "failed before this one, some parameters have its update: load a checkpoint, or call step() to go on with them."
-)
-
-
-@functools.cache
-def _watch_clipping() -> None:
-    """Let torch's clipping by the global norm know of gradients that are gone, of which it would find none and say 0.
-
-    A limit of infinity is how trainers ask for the norm.
-    """
-    module = torch.nn.utils.clip_grad
-    stock = module._clip_grads_with_norm_
-
-    @functools.wraps(stock)
-    def clip(parameters: Any, max_norm: float, total_norm: Tensor, *args: Any, **kwargs: Any) -> None:
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        owners = {id(owner): owner for owner in map(updates_of, given) if owner is not None}
-        for owner in owners.values():
-            if float(max_norm) not in (float("inf"), owner.max_grad_norm):
-                raise RuntimeError(
-                    f"clipping by the global norm (max_norm={max_norm}) comes after parameters were updated in backward. Pass "
-                    f"max_grad_norm={max_norm} to optimizer_in_backward, which clips by the norm of the step before, and keep "
-                    "or drop this call; or do not clip, which is max_grad_norm=0 for a Trainer. To clip by the norm of the same "
-                    "step, use an ordinary optimizer."
-                )
-            if owner.grad_norm is not None:
-                total_norm.copy_(torch.linalg.vector_norm(torch.stack([total_norm, owner.grad_norm.to(total_norm)])))
-        stock(given, max_norm, total_norm, *args, **kwargs)
-
-    module._clip_grads_with_norm_ = clip
+def _clipping(max_norm: float, norm: Tensor) -> Tensor:
+    """Return the factor by which torch's `clip_grad_norm_` scales gradients of this norm."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)

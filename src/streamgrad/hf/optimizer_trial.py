@@ -7,6 +7,7 @@ gives other values when it is stepped for each parameter alone.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,37 @@ class StateSizes:
 
     def of(self, parameter: Tensor) -> float:
         return self.ratios.get((self.groups.get(id(parameter), 0), parameter.dim()), 0.0) * parameter.nbytes
+
+
+class Alone:
+    """Lets an optimizer's step see one parameter at a time: a step costs as much as the parameters that are in its groups.
+
+    The first block leaves the groups whole, as optimizers may prepare their parameters in their first step.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._places = {id(p): place for place, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        # bitsandbytes finds options that were overridden for some parameters by their place in the groups.
+        manager = getattr(optimizer, "mng", None)
+        self._by_place = manager is not None and (manager.pid2config or manager.module_weight_config_triple)
+        self._prepared = False
+
+    @contextmanager
+    def only(self, parameter: Tensor) -> Iterator[None]:
+        """Let `param_groups` have this parameter alone within the block."""
+        groups = self._optimizer.param_groups
+        group = groups[self._places[id(parameter)]]
+        whole, self._prepared = self._by_place or not self._prepared, True
+        if whole:
+            yield
+            return
+        parameters = group["params"]
+        group["params"], self._optimizer.param_groups = [parameter], [group]
+        try:
+            yield
+        finally:
+            group["params"], self._optimizer.param_groups = parameters, groups
 
 
 def tried(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> StateSizes:
@@ -81,13 +113,15 @@ def _values(like: Tensor, phase: float) -> Tensor:
 
 
 def _train(samples: Sequence[Tensor], optimizer: torch.optim.Optimizer, *, alone: bool) -> None:
+    one_by_one = Alone(optimizer)
     for step in range(_STEPS):
         gradients = [_values(sample, step + 0.3 * index) * (1 + index) for index, sample in enumerate(samples)]
-        for one in [[index] for index in range(len(samples))] if alone else [list(range(len(samples)))]:
-            for index in one:
+        for together in [[index] for index in range(len(samples))] if alone else [list(range(len(samples)))]:
+            for index in together:
                 samples[index].grad = gradients[index]
-            optimizer.step()
-            for index in one:
+            with one_by_one.only(samples[together[0]]) if alone else nullcontext():
+                optimizer.step()
+            for index in together:
                 samples[index].grad = None
 
 

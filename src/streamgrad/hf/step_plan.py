@@ -24,6 +24,7 @@ from streamgrad.engine.module_walk import modules_of, parameters_of
 from streamgrad.engine.policy import LayerPolicy
 from streamgrad.engine.ulysses import SequenceSharing
 from streamgrad.hf.discover import decoder_layers
+from streamgrad.hf.freed_gradient import held_gradient
 from streamgrad.hf.in_backward import updates_of
 from streamgrad.hf.patching import InstalledForward, temporary_attribute
 from streamgrad.hf.quantized import bytes_of
@@ -313,7 +314,8 @@ def _bytes_of(module: nn.Module) -> float:
     """Return the bytes of a module's weights, gradients and states of updates in backward, where no allocator counts them."""
     tensors = [*module.parameters(), *module.buffers()]
     states = [updates.state_tensors(tensor) for tensor in tensors if (updates := updates_of(tensor)) is not None]
-    return bytes_of([*tensors, *(tensor.grad for tensor in tensors if tensor.grad is not None), *chain(*states)])
+    gradients = [gradient for gradient in map(held_gradient, tensors) if gradient is not None]
+    return bytes_of([*tensors, *gradients, *chain(*states)])
 
 
 @contextmanager

@@ -17,6 +17,39 @@ from streamgrad.hf.deepspeed import is_partitioned
 _SHARED = "is whole only after processes have exchanged it, and parameters would be updated before. Use an ordinary optimizer."
 
 
+def check_class(kind: Any) -> None:
+    """Raise for what is no class of optimizers, or one that has no groups of parameters of its own."""
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise TypeError(f"optimizer_class must be a class of torch.optim.Optimizer, got {kind!r}.")
+    if hasattr(kind, "param_groups"):  # else each optimizer has them
+        raise TypeError(
+            f"{kind.__name__} is made of other optimizers, whose param_groups it shows, and cannot be stepped for one parameter. "
+            "Use it as an ordinary optimizer, or pass the class that it is made of."
+        )
+
+
+def check_trainer(max_grad_norm: float | None) -> bool:
+    """Return whether a Trainer is about to run a step; raise if it clips by another limit than `max_grad_norm`."""
+    trainers = sys.modules.get("transformers.trainer")
+    frame = sys._getframe(1)
+    for _ in range(4):  # the optimizer's own, that of Accelerate's wrapper, and the trainer's
+        trainer = frame.f_locals.get("self")
+        if trainers is not None and isinstance(trainer, trainers.Trainer):
+            limit = trainer.args.max_grad_norm
+            if limit and limit != max_grad_norm:
+                raise ValueError(
+                    f"max_grad_norm={limit} of the Trainer's arguments (1.0 by default) clips by the norm of all gradients, but "
+                    f"parameters are updated in backward, before it is known. Pass max_grad_norm={limit} to "
+                    "optimizer_in_backward, which clips by the norm of the step before; or max_grad_norm=0 to the arguments, "
+                    "which clips nothing; or keep gradients on the host (docs/optimizers.md)."
+                )
+            return True
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return False
+
+
 def check_parameters(model: Any, parameters: Sequence[Tensor], taken: Sequence[Tensor]) -> None:
     """Raise where parameters cannot be updated in backward; another optimizer already does so for those `taken`."""
     if taken:

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from streamgrad.hf.freed_gradient import held_gradient
 from streamgrad.memory.live_bytes import LiveBytes
 from streamgrad.ops.memory_label import Listener, current_label, listen, stop_listening
 from streamgrad.profile.labels import CATEGORY_OF_LABEL, Sizes, category_of
@@ -60,8 +61,9 @@ class Recorder(LiveBytes, Listener):
 
     def timeline(self) -> Timeline:
         for parameter in self._model.parameters():
-            if parameter.grad is not None:
-                self._ledger.recognise(self._numbers[parameter.grad.untyped_storage()._cdata], "gradients")
+            gradient = held_gradient(parameter)
+            if gradient is not None:
+                self._ledger.recognise(self._numbers[gradient.untyped_storage()._cdata], "gradients")
         return self._ledger.timeline("operations")
 
     def __torch_dispatch__(
@@ -90,8 +92,9 @@ def standing_tensors(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
     """Yield what a model holds before a step, and what it is."""
     for parameter in model.parameters():
         yield parameter, "parameters"
-        if parameter.grad is not None:
-            yield parameter.grad, "gradients"
+        gradient = held_gradient(parameter)
+        if gradient is not None:
+            yield gradient, "gradients"
     for buffer in model.buffers():
         yield buffer, "parameters"
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streamgrad.hf.freed_gradient import held_gradient
 from streamgrad.ops.memory_label import Listener, listen, memory_label, stop_listening
 from streamgrad.profile.labels import CATEGORY_OF_LABEL, Sizes, category_of
 from streamgrad.profile.record import Recorder, standing_tensors
@@ -78,7 +79,8 @@ class SnapshotRecorder(Listener):
             torch.cuda.memory._record_memory_history(None)
 
     def timeline(self) -> Timeline:
-        gradients = [p.grad.untyped_storage().data_ptr() for p in self._model.parameters() if p.grad is not None]
+        held = [gradient for gradient in map(held_gradient, self._model.parameters()) if gradient is not None]
+        gradients = [gradient.untyped_storage().data_ptr() for gradient in held]
         return timeline_of_trace(self._trace, standing=self._standing, gradients=gradients, sizes=self._sizes)
 
 
