@@ -431,21 +431,6 @@ def test_weights_that_accelerate_offloads_are_refused_by_name(enabled_first):
         streamgrad.enable(model, chunk_size=4)(input_ids=ids, labels=ids)
 
 
-@pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
-def test_adamw_in_8_bits(paged):
-    """bitsandbytes': states of large parameters in 8 bits, those of small ones in 32; in backward as in an ordinary loop."""
-    optim = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install 'streamgrad[quantized]'").optim
-    kind = optim.PagedAdamW8bit if paged else optim.AdamW8bit
-
-    def made(by):
-        model = streamed("qwen3", dtype=torch.float32, hidden_size=64, intermediate_size=128)
-        return trained(model, lambda model: by(model))
-
-    expected = made(lambda model: kind(model.parameters(), lr=1e-2))
-    assert_same(made(lambda model: streamgrad.optimizer_in_backward(model, kind, lr=1e-2)), expected, 0.0)
-
-
 def test_fsdp2_with_weights_on_the_host():
     """On one rank: weights, gradients and states are on the host, and the parameters become those of an ordinary loop."""
     expected = trained(tiny_model("llama"), lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False))

@@ -40,23 +40,28 @@ class Alone:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._places = {id(p): place for place, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._places = {
+            id(parameter): (place, index)
+            for place, group in enumerate(optimizer.param_groups)
+            for index, parameter in enumerate(group["params"])
+        }
         # bitsandbytes finds options that were overridden for some parameters by their place in the groups.
         manager = getattr(optimizer, "mng", None)
-        self._by_place = manager is not None and (manager.pid2config or manager.module_weight_config_triple)
+        self._keeps_places = manager is not None and (manager.pid2config or manager.module_weight_config_triple)
         self._prepared = False
 
     @contextmanager
     def only(self, parameter: Tensor) -> Iterator[None]:
         """Let `param_groups` have this parameter alone within the block."""
-        groups = self._optimizer.param_groups
-        group = groups[self._places[id(parameter)]]
-        whole, self._prepared = self._by_place or not self._prepared, True
-        if whole:
+        if not self._prepared:
+            self._prepared = True
             yield
             return
-        parameters = group["params"]
-        group["params"], self._optimizer.param_groups = [parameter], [group]
+        groups, (place, index) = self._optimizer.param_groups, self._places[id(parameter)]
+        group, empty = groups[place], torch.empty(0)
+        parameters, ahead = group["params"], (place, index) if self._keeps_places else (0, 0)
+        group["params"] = [empty] * ahead[1] + [parameter]
+        self._optimizer.param_groups = [{"params": []}] * ahead[0] + [group]
         try:
             yield
         finally:
