@@ -183,7 +183,7 @@ def test_weights_are_not_packed_for_inference_on_the_way():
 @pytest.mark.parametrize("kind", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
 @pytest.mark.filterwarnings("ignore")  # of torchao's, about its own future
 def test_torchao_weights_are_exact(kind):
-    torchao = pytest.importorskip("torchao", reason="torchao is not among the packages of the tests: pip install torchao")
+    torchao = pytest.importorskip("torchao", reason="needs torchao: pip install torchao")
     from torchao import quantization
 
     model = tiny_model("qwen3", dtype=torch.float32)
