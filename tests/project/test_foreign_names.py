@@ -65,6 +65,7 @@ PRIVATE = {
     "accelerate.state.GradientState": "_shared_state",
     "accelerate/hooks.py": "_hf_hook",
     "accelerate/state.py": "_mixed_precision",
+    "trl/trainer/dpo_trainer.py": "_tp_size",
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": "_SEQUENCE_PARALLEL_GROUP",
     "accelerate.state.AcceleratorState": "_shared_state",
 }
@@ -88,7 +89,7 @@ UNDOCUMENTED = {
     "trl/trainer/distillation_trainer.py": "create_model_from_path",
     "trl/trainer/rloo_trainer.py": "add_fused_lm_head router_aux_loss_coef",
     "trl.trainer.utils.FusedCausalLMOutput": "log_probs entropy log_sum_sq_probs mean_logits is_top1 label_mask loss",
-    "accelerate/accelerator.py": "parallelism_config",
+    "accelerate/accelerator.py": "deepspeed_ulysses_dl_adapter parallelism_config",
     "accelerate/parallelism_config.py": "cp_size sp_enabled sp_size",
     "deepspeed/runtime/sequence_parallel/ulysses_sp.py": "micro_batches refill",
     "transformers.models.llama.modeling_llama": """

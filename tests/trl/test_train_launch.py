@@ -15,7 +15,7 @@ import pytest
 import torch
 from accelerate import DistributedType, ParallelismConfig
 from transformers import AutoModelForCausalLM
-from trl import DPOTrainer
+from trl import GRPOTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from gradients import worst_gradient_error
@@ -105,6 +105,7 @@ def test_torchrun(data, alone, tmp_path):
         ("fsdp2", "sft", "FSDP", BATCH // 2),
         ("zero3", "dpo", "DEEPSPEED", BATCH // 2),  # unless layers are leaf modules, of policy and reference, it is refused
         ("ulysses", "sft", "DEEPSPEED", BATCH),
+        ("ulysses", "dpo", "DEEPSPEED", BATCH),
     ],
 )
 def test_accelerate_launch(data, alone, tmp_path, config, objective, engine, batch):
@@ -155,9 +156,9 @@ def shared(trainer_type: type, **attributes: object) -> SimpleNamespace:
     return trainer
 
 
-def test_sequences_are_shared_in_sft_alone():
-    with pytest.raises(ValueError, match="sp_size=2 lets ranks share sequences, .* SFT only, and this is a DPOTrainer"):
-        prepare_shared_sequences(shared(DPOTrainer))
+def test_sequences_are_shared_in_sft_and_dpo_alone():
+    with pytest.raises(ValueError, match="sp_size=2 lets .* SFT and DPO only, and this is a GRPOTrainer.*whole_sequence"):
+        prepare_shared_sequences(shared(GRPOTrainer))
 
 
 def test_batches_that_can_be_sliced():

@@ -40,9 +40,10 @@ _LOSS_ARGUMENTS = {"shift_labels", "num_items_in_batch"}
 
 @dataclass(frozen=True)
 class SequenceGroup:
-    """The process group of a model, which a copy of the model shares."""
+    """The process group of a model, which a copy of the model shares; `in_evaluation`: in evaluation mode too."""
 
     group: dist.ProcessGroup
+    in_evaluation: bool = False
 
     def __deepcopy__(self, memo: dict[str, Any]) -> SequenceGroup:
         return self
@@ -52,10 +53,11 @@ def sequence_group(decoder: Any, given: SequenceGroup | None) -> dist.ProcessGro
     """Return the ranks that share this call's sequences, or None if the call has whole sequences.
 
     They are `given`, or else the group of DeepSpeed's own Ulysses (Accelerate's `sp_size`), whose attention function is not
-    called while streaming. Ranks share sequences in training mode only, as with DeepSpeed: evaluation has whole sequences.
+    called while streaming. Ranks share sequences in training mode only, as with DeepSpeed: evaluation has whole sequences,
+    unless `given` says otherwise.
     """
     _refuse_context_parallel()
-    if not decoder.training:
+    if not decoder.training and not (given is not None and given.in_evaluation):
         if given is not None and torch.is_grad_enabled():
             raise ValueError(
                 "the model's ranks share sequences, but in evaluation mode it takes whole ones, so gradients of slices would be "

@@ -5,6 +5,10 @@
     loss = model(input_ids=ids_BT, position_ids=positions_BT, labels=targets_BT, shift_labels=targets_BT).loss  # slices
     streamgrad.parallel.sequence_loss(loss, targets_BT, group).backward()
 
+A loss that is no mean over tokens, such as DPO's, is computed from the scores of whole sequences, by every rank:
+
+    logprobs_BT = whole_sequence(streamgrad.token_logprobs(hidden_BTE, weight, targets_BT), group)
+
 `engine.ulysses` has the equations, `hf.sequence_slices` what happens to a call of the model.
 """
 
@@ -15,7 +19,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.nn.functional import all_gather
 
+from streamgrad.engine.ulysses import Ulysses
 from streamgrad.hf.discover import unwrap
 from streamgrad.hf.patching import InstalledForward
 from streamgrad.hf.sequence_slices import SequenceGroup, check_heads
@@ -23,8 +29,10 @@ from streamgrad.hf.sequence_slices import SequenceGroup, check_heads
 ModelT = TypeVar("ModelT")
 
 
-def sequence_parallel(model: ModelT, group: dist.ProcessGroup | None) -> ModelT:
+def sequence_parallel(model: ModelT, group: dist.ProcessGroup | None, *, in_evaluation: bool = False) -> ModelT:
     """Let the ranks of `group` share every sequence that the enabled `model` is given in training mode.
+
+    With `in_evaluation`, they share it in evaluation mode too, as a reference model needs it that scores the policy's slices.
 
     Each rank passes its slice of `input_ids` (or `inputs_embeds`), `position_ids`, `attention_mask` and `shift_labels`, in the
     order of the group's ranks, and gets the hidden states, logits and loss of its slice:
@@ -41,7 +49,7 @@ def sequence_parallel(model: ModelT, group: dist.ProcessGroup | None) -> ModelT:
         raise ValueError(f"{type(inner).__name__} is not enabled. Call streamgrad.enable(model) before sequence_parallel.")
     if group is not None:
         check_heads(inner.config, dist.get_world_size(group))
-    installed.stream.group = None if group is None else SequenceGroup(group)
+    installed.stream.group = None if group is None else SequenceGroup(group, in_evaluation)
     return model
 
 
@@ -60,3 +68,17 @@ def sequence_loss(loss: Tensor, targets: Tensor, group: dist.ProcessGroup, *, ig
     total, counts = totals.unbind(0)
     own = torch.where(count > 0, wide, 0.0) * (dist.get_world_size(group) * count / counts)
     return (own + (total / counts - own).detach()).to(loss.dtype)
+
+
+def whole_sequence(scores: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the scores of all tokens, (batch, tokens, ...), on every rank, from those of each rank's slice. Equals
+
+        torch.cat([the scores of rank 0, the scores of rank 1, ...], dim=1)
+
+    Backward gives each rank's scores the gradient of the sum of all ranks' losses. Where every rank computes the same loss of
+    whole sequences, such as `dpo_loss`, the AVERAGE over ranks, which DDP, FSDP and DeepSpeed take, is its gradient.
+    """
+    slices = Ulysses(group, scores.shape[1], scores.shape[1], scores.device)
+    slices.check_agreement({"batch size": scores.shape[0], "tokens of a slice": scores.shape[1]})
+    gathered = all_gather(scores.byte() if scores.dtype == torch.bool else scores, group)
+    return torch.cat(gathered, dim=1).to(scores.dtype)

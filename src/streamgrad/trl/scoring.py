@@ -12,9 +12,11 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # which all families use, as TRL does
@@ -33,6 +35,7 @@ from streamgrad.hf.shared_prefixes import SharedBatch, has_gaps, share_prefixes
 from streamgrad.hf.sharing_refusal import sharing_refusal
 from streamgrad.hf.step_plan import head_known_to_decoder
 from streamgrad.parallel import make_zero3_leaves
+from streamgrad.trl.sliced_rows import scored_in_slices
 
 _IGNORED = -100
 
@@ -49,12 +52,15 @@ class ScoringStream(HeadStream):
     in_float32: bool
     label_smoothing: float = 0.0
     share_prompts: bool = False
+    rows_of: dist.ProcessGroup | None = None  # the ranks that cut whole rows among them
 
 
 def scoring_forward(
     model: Any, stock: Callable[..., Any], stream: ScoringStream, *args: Any, fused_lm_head: bool = False, **kwargs: Any
 ) -> Any:
     """Score tokens if `fused_lm_head` is True; otherwise run the model as `enable` lets it run."""
+    if fused_lm_head and stream.rows_of is not None:
+        return scored_in_slices(partial(_scored, model, stream, *args), stream.rows_of, **kwargs)
     if fused_lm_head:
         return _scored(model, stream, *args, **kwargs)
     return causal_lm_forward(model, stock, stream, *args, **kwargs)

@@ -1,6 +1,7 @@
-"""Preparation of TRL's SFT for sequences that ranks share: batches and epochs for Accelerate's `sp_size` (DeepSpeed Ulysses).
+"""Preparation of TRL's trainers for sequences that ranks share by Accelerate's `sp_size` (DeepSpeed Ulysses).
 
-P ranks each load a batch and then train on the P batches one after the other, every rank with its slice of each.
+P ranks each load a batch and then train on the P batches one after the other, every rank with its slice of each. SFT's batches
+are cut by DeepSpeed's loader, DPO's inside the model's call (`sliced_rows`).
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from typing import Any
 
 from torch import Tensor
 from transformers import TrainerCallback
-from trl import SFTTrainer
+from trl import DPOTrainer, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from streamgrad.hf.deepspeed import ulysses_group
 from streamgrad.parallel import check_launch
+from streamgrad.trl.sliced_rows import WholeBatches
 
 # Arguments with one entry per token, which are cut together with the sequence.
 _PER_TOKEN = ("input_ids", "labels", "position_ids", "attention_mask")
@@ -49,20 +52,32 @@ class WholeEpochs(TrainerCallback):
                 loader.refill()
 
 
+def shares_sequences(trainer: Any) -> bool:
+    """Return whether the trainer was launched with `sp_size` > 1."""
+    parallelism = trainer.accelerator.parallelism_config
+    return parallelism is not None and parallelism.sp_enabled
+
+
 def prepare_shared_sequences(trainer: Any) -> None:
-    """Prepare `trainer` for `sp_size` > 1 if it was launched with that; raise if it is not an SFT trainer.
+    """Prepare `trainer` for `sp_size` > 1 if it was launched with that; raise if it is neither an SFT nor a DPO trainer.
 
     Raise also where Accelerate has left out the engine that the launcher was asked for.
     """
     check_launch(trainer.accelerator)
-    parallelism = trainer.accelerator.parallelism_config
-    if parallelism is None or not parallelism.sp_enabled:
+    if not shares_sequences(trainer):
+        return
+    ranks = trainer.accelerator.parallelism_config.sp_size
+    if isinstance(trainer, DPOTrainer):
+        # In the place of DeepSpeed's loader, which cuts batches: TRL would add up the tokens of a slice, not of an answer.
+        trainer.accelerator.deepspeed_ulysses_dl_adapter = lambda loader, model: WholeBatches(loader, ulysses_group())
+        trainer._tp_size *= ranks  # as many ranks are given one batch, and TRL counts its tokens on each
         return
     if not isinstance(trainer, SFTTrainer):
         raise ValueError(
-            f"sp_size={parallelism.sp_size} lets ranks share sequences, which TRL supports for SFT only, and this is a "
-            f"{type(trainer).__name__}. Launch it with another configuration, such as that of ZeRO-3."
+            f"sp_size={ranks} lets ranks share sequences, for which batches are cut in SFT and DPO only, and this is a "
+            f"{type(trainer).__name__}. Launch it with another configuration, such as that of ZeRO-3, or write your own loop: "
+            "streamgrad.parallel.whole_sequence gives the scores of whole sequences, from which any loss is computed."
         )
     if isinstance(trainer.data_collator, DataCollatorForLanguageModeling):
-        trainer.data_collator = SlicedCollator(trainer.data_collator, parallelism.sp_size)
+        trainer.data_collator = SlicedCollator(trainer.data_collator, ranks)
     trainer.add_callback(WholeEpochs())

@@ -24,7 +24,8 @@ from streamgrad.hf.status import peak_bytes_so_far, show_messages
 from streamgrad.trl.checkpoints import begin_checkpoint, checkpoint_at, named_if_it_fails
 from streamgrad.trl.restoring import restored_on_error
 from streamgrad.trl.scoring import enable_for_trainer, streamed_head_in
-from streamgrad.trl.shared_sequences import prepare_shared_sequences
+from streamgrad.trl.shared_sequences import prepare_shared_sequences, shares_sequences
+from streamgrad.trl.sliced_rows import rows_cut_inside
 
 
 class _Streamed:
@@ -163,6 +164,15 @@ class StreamDPOTrainer(Sharing, DPOTrainer):
     """
 
     stock = DPOTrainer
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Return TRL's loss. Where ranks share sequences (`sp_size`), each computes its slice of the rows that all are given."""
+        trainer: Any = self
+        if not shares_sequences(trainer) or not trainer.model.training:
+            return super().compute_loss(*args, **kwargs)
+        models = (trainer.model, trainer.ref_model)
+        with rows_cut_inside(*(model for model in models if model is not None)):
+            return super().compute_loss(*args, **kwargs)
 
 
 class StreamGRPOTrainer(Sharing, GRPOTrainer):
