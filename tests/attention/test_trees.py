@@ -7,7 +7,9 @@ import random
 import pytest
 import torch
 
+from streamgrad.attention import trees
 from streamgrad.attention.trees import Tree, TreeMask, band_mask
+from streamgrad.attention.varlen import Segment
 
 DEPTH_THREE = Tree((7, 12, 20, 21, 30, 33), (-1, 0, 0, 2, 2, -1))
 # A prompt with five completions, one of them empty, and a second prompt without any.
@@ -36,31 +38,43 @@ def seen_by(tree: Tree, window: int | None) -> torch.Tensor:
     return seen
 
 
-def covered(tree: Tree, window: int | None, chunk_size: int) -> tuple[torch.Tensor, int]:
-    """How often each pair is in a rectangle, and how many pairs the rectangles have that no mask narrows."""
-    mask, count, pairs = TreeMask(tree, window), torch.zeros(tree.length, tree.length, dtype=torch.int), 0
+def covered(tree: Tree, window: int | None, chunk_size: int, *, joined: bool) -> torch.Tensor:
+    """How often each pair is in a rectangle."""
+    mask, count = TreeMask(tree, window), torch.zeros(tree.length, tree.length, dtype=torch.int)
     for start in range(0, tree.length, chunk_size):
         stop = min(start + chunk_size, tree.length)
-        for part in mask.parts(start, stop, 1):
-            first, last = (start + query for query in part.queries)
-            own = torch.ones(last - first, part.last - part.first, dtype=torch.int)
-            if part.causal:
-                own = own.tril(part.last - part.first - (last - first))
-                if part.window is not None:
-                    own = own.triu(part.last - part.first - (last - first) - part.window + 1)
+        for part in mask.parts(start, stop, 1, joined=joined):
+            if part.varlen is not None:
+                for segment in part.varlen.segments:
+                    add_segment(count, segment.moved(queries=-start, keys=-part.first), part.window)
+                continue
+            first, last = (start + query for query in part.queries or (0, stop - start))
             if part.band is not None:
-                assert own.shape[1] < window, "a mask that is wider than the window"
-                own = own * band_mask(part, torch.device("cpu"))[0, 0]
-            count[first:last, part.first : part.last] += own
-            pairs += int(own.sum())
-    return count, pairs
+                assert part.last - part.first < window, "a mask that is wider than the window"
+                count[first:last, part.first : part.last] += band_mask(part, torch.device("cpu"))[0, 0]
+            else:
+                add_segment(count, Segment(0, first, last, part.first, part.last, part.causal), part.window)
+    return count
 
 
+def add_segment(count: torch.Tensor, segment: Segment, window: int | None) -> None:
+    first, last, keys = segment.first_query, segment.last_query, [key for each in segment.key_intervals for key in range(*each)]
+    seen = torch.ones(last - first, len(keys), dtype=torch.int)
+    if segment.causal:
+        seen = seen.tril(len(keys) - (last - first))
+        seen = seen if window is None else seen.triu(len(keys) - (last - first) - window + 1)
+    count[first:last, keys] += seen
+
+
+@pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 @pytest.mark.parametrize("tree", [DEPTH_THREE, COMPLETIONS, *map(random_tree, range(12))], ids=lambda tree: str(tree.parents))
-def test_rectangles_cover_what_is_seen_once(tree, window):
-    for chunk_size in (1, 3, 8, 50):
-        assert torch.equal(covered(tree, window, chunk_size)[0], seen_by(tree, window)), chunk_size
+def test_rectangles_cover_what_is_seen_once(monkeypatch, tree, window, joined):
+    expected = seen_by(tree, window)
+    for pairs in (16, 60, trees.PAIRS) if joined else [0]:
+        monkeypatch.setattr(trees, "PAIRS", pairs)
+        for chunk_size in (1, 3, 8, 50):
+            assert torch.equal(covered(tree, window, chunk_size, joined=joined), expected), (chunk_size, pairs)
 
 
 def test_a_prompt_is_one_rectangle_for_all_of_its_completions():

@@ -12,6 +12,8 @@ import streamgrad
 from gradients import assert_same_step, more, no_float32, run_step
 from lora import with_lora
 from shared_batches import BATCHES, batch_of, group
+from streamgrad.attention import trees
+from streamgrad.attention.backends.eager import EagerBackend
 from streamgrad.attention.backends.sdpa import SdpaBackend
 from tensor_shapes import Shapes
 from tiny import FAMILIES, tiny_model
@@ -81,6 +83,27 @@ def test_every_family_and_batch(family, name):
 @pytest.mark.parametrize("name", ["four completions", "turns"])
 def test_adapters(name):
     check("qwen3", BATCHES[name], OPTIONS, lora=True)
+
+
+@pytest.fixture(params=[4, 90, trees.PAIRS], ids=lambda pairs: f"pairs{pairs}")
+def joined(request, monkeypatch):
+    """Let small rectangles be segments of one varlen part, as FlashAttention takes them; what is small varies."""
+    monkeypatch.setattr(EagerBackend, "joins_segments", True)
+    monkeypatch.setattr(trees, "PAIRS", request.param)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss"])
+def test_rectangles_in_one_varlen_part(joined, family):
+    """Mistral has a sliding window, gpt-oss every second layer and a sink."""
+    for name in ("four completions", "turns"):
+        check(family, BATCHES[name], [option | {"attention": "eager"} for option in OPTIONS])
+
+
+@more
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("family", FAMILIES_HERE)
+def test_rectangles_of_every_family_in_one_varlen_part(joined, family, name):
+    check(family, BATCHES[name], [option | {"attention": "eager"} for option in OPTIONS])
 
 
 def test_rows_padded_at_the_left():

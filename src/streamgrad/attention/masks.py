@@ -113,14 +113,14 @@ class CausalMask:
         if self.padding_BT is None and self.documents_BT is None:
             if self.has_other_rule:
                 return Part(first, stop, masked=True)
-            return Part(first, stop, causal=True, window=_narrower(self.window, stop - first))
+            return Part(first, stop, causal=True, window=narrower(self.window, stop - first))
         first = max(first, min(row.document_start(start) for row in self._rows))
         segments = None if self.has_other_rule else self._segments(start, stop)
         if segments is None:
             return Part(first, stop, masked=True)
         by_row = segments * batch if len(self._rows) == 1 else segments
         numbered = [segment._replace(row=row) for row, of_row in enumerate(by_row) for segment in of_row]
-        return _as_part(numbered, start, stop, batch, self.window)
+        return as_part(numbered, start, stop, batch, self.window)
 
     def _segments(self, start: int, stop: int) -> list[list[Segment]] | None:
         """Return the segments of each row, in positions of the sequence; None if a row's mask is not made of segments."""
@@ -194,20 +194,21 @@ class _Row:
         return segments
 
 
-def _as_part(segments: list[Segment], start: int, stop: int, batch: int, window: int | None) -> Part:
+def as_part(segments: list[Segment], start: int, stop: int, batch: int, window: int | None) -> Part:
     """Return the segments of a chunk as a `Part`; without a `VarlenMask` if one segment, alike in all rows, spans all queries."""
     if not segments:
         return Part(start, stop, varlen=VarlenMask((), batch, stop - start))
-    first, last = min(segment.first_key for segment in segments), max(segment.last_key for segment in segments)
-    window = _narrower(window, max((segment.last_key - segment.first_key for segment in segments if segment.causal), default=0))
+    intervals = [interval for segment in segments for interval in segment.key_intervals]
+    first, last = min(first for first, _ in intervals), max(last for _, last in intervals)
+    window = narrower(window, max((segment.keys for segment in segments if segment.causal), default=0))
     kinds = {segment[1:] for segment in segments}
-    if len(segments) == batch and len(kinds) == 1 and segments[0][1:3] == (start, stop):
+    if len(segments) == batch and len(kinds) == 1 and segments[0][1:3] == (start, stop) and not segments[0].ancestors:
         return Part(first, last, causal=segments[0].causal, window=window)
     moved = tuple(segment.moved(queries=start, keys=first) for segment in segments)
     return Part(first, last, window=window, varlen=VarlenMask(moved, batch, stop - start))
 
 
-def _narrower(window: int | None, keys: int) -> int | None:
+def narrower(window: int | None, keys: int) -> int | None:
     """Return the window, or None if it hides none of so many keys."""
     return None if window is None or keys <= window else window
 

@@ -21,11 +21,14 @@ from streamgrad.attention.backends import Block, choose, run_or_replace
 from streamgrad.attention.backends.block import merge
 from streamgrad.attention.masks import CausalMask, DenseMask, Part
 from streamgrad.attention.trees import TreeMask, band_mask
+from streamgrad.attention.varlen import VarlenMask
 from streamgrad.engine.kv_chunk import Attended, Chunk, KeyGradient, KeyValueStream, SeamError, with_dense_rows
 from streamgrad.engine.trial import attend_alone
 from streamgrad.memory.costs import KEYS_AT_ONCE
 from streamgrad.ops.accumulate import accumulator_dtype, as_sum
 from streamgrad.ops.autograd import Function, first_order_only
+
+_NO_SEGMENTS = VarlenMask((), 1, 0)
 
 
 def streamed_attention(
@@ -52,7 +55,9 @@ def streamed_attention(
     if chunk.alone:
         return attend_alone(chunk, query_BHLD, key_BGLD, value_BGLD, scale)[..., :value_size]
     chunk.receive(key_BGLD, value_BGLD)
-    pieces = [_piece(chunk, part, query_BHLD.device, scale, softcap, dropout) for part in _parts(chunk, query_BHLD)]
+    block = Block(scale, softcap=softcap, dropout=dropout)
+    parts = _parts(chunk, query_BHLD, key_BGLD, value_BGLD, block)
+    pieces = [_piece(chunk, part, query_BHLD.device, block) for part in parts]
     if dropout > 0.0 and len(pieces) > 1:
         raise SeamError("attention dropout is on, and its sequences share their beginnings")
     if sink_H is not None:
@@ -74,23 +79,26 @@ class Piece(NamedTuple):
         return tensor_BHLx if last - first == tensor_BHLx.shape[2] else tensor_BHLx[:, :, first:last]
 
 
-def _piece(chunk: Chunk, part: Part, device: torch.device, scale: float, softcap: float | None, dropout: float) -> Piece:
+def _piece(chunk: Chunk, part: Part, device: torch.device, plain: Block) -> Piece:
     """Return the piece of a part, the same for all layers but for a mask's tensor, which is too large to be kept."""
-    key = scale, softcap, dropout
+    key = plain.scale, plain.softcap, plain.dropout
     piece: Piece | None = part.pieces.get(key)
     if piece is None:
         mask = _mask_of(chunk, part, device)
-        block = Block(scale, part.causal, part.window, part.varlen, mask, softcap, dropout)
+        block = replace(plain, causal=part.causal, window=part.window, varlen=part.varlen, mask=mask)
         piece = Piece(part.queries or (0, chunk.span[1] - chunk.span[0]), (part.first, part.last), block)
         if mask is None:
             part.pieces[key] = piece
     return piece
 
 
-def _parts(chunk: Chunk, query_BHLD: Tensor) -> list[Part]:
+def _parts(chunk: Chunk, query_BHLD: Tensor, key_BGLD: Tensor, value_BGLD: Tensor, block: Block) -> list[Part]:
     mask, batch = chunk.mask, query_BHLD.shape[0]
     if isinstance(mask, TreeMask):
-        return mask.parts(*chunk.span, batch)
+        varlen = replace(block, varlen=_NO_SEGMENTS, window=mask.window)
+        joining = [backend for backend in chunk.backends if backend.joins_segments]
+        joined = any(backend.refusal(query_BHLD, key_BGLD, value_BGLD, varlen) is None for backend in joining)
+        return mask.parts(*chunk.span, batch, joined=joined)
     if not isinstance(mask, CausalMask | DenseMask):
         raise SeamError("one of its layers has attention, and is said to be without")
     if isinstance(mask, DenseMask):

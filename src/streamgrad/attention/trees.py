@@ -15,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from streamgrad.attention.masks import Part
+from streamgrad.attention.masks import Part, as_part, narrower
+from streamgrad.attention.varlen import Segment
 
 Interval = tuple[int, int]
 
@@ -85,6 +87,28 @@ class Tree:
             yield depth, self.span(segment)
 
 
+# Queries x keys up to which a rectangle is computed beside others in one varlen call: for 32 heads of 128, kernels that take no
+# varlen batches would gain 0.3 ms there at most, forward and backward, and a call of its own costs 0.4 ms with its merge.
+PAIRS = 2048 * 2048
+
+
+class _Item(NamedTuple):
+    """Queries `[first, last)` of a chunk that see the keys of `path`, intervals in order, and those of `[key, last)` causally.
+
+    `shift` is a query's position minus its place in the row.
+    """
+
+    first: int
+    last: int
+    path: tuple[Interval, ...]
+    key: int
+    shift: int
+
+    @property
+    def queries(self) -> int:
+        return self.last - self.first
+
+
 class TreeMask:
     """The mask of a row that is a tree, with a sliding window over what each token would see in a row of its own."""
 
@@ -92,61 +116,115 @@ class TreeMask:
 
     def __init__(self, tree: Tree, window: int | None = None) -> None:
         self.tree, self.window = tree, window
-        self._parts: dict[Interval, list[Part]] = {}
+        self._parts: dict[tuple[int, int, bool], list[Part]] = {}
 
-    def parts(self, start: int, stop: int, batch: int) -> list[Part]:
-        """Return the rectangles of the queries `[start, stop)`; those that contain the queries' own keys come first."""
+    def parts(self, start: int, stop: int, batch: int, *, joined: bool = False) -> list[Part]:
+        """Return the rectangles of the queries `[start, stop)`; those that contain the queries' own keys come first.
+
+        If `joined`, small ones are segments of one varlen part, the first, so that the number of parts does not grow with that of
+        branches.
+        """
         assert batch == 1, "a tree is a row of its own"
-        if (start, stop) not in self._parts:
-            self._parts[start, stop] = self._found(start, stop)
-        return self._parts[start, stop]
+        if (start, stop, joined) not in self._parts:
+            self._parts[start, stop, joined] = self._found(start, stop, joined)
+        return self._parts[start, stop, joined]
 
-    def _found(self, start: int, stop: int) -> list[Part]:
-        causal: list[Part] = []
-        dense: list[Part] = []
-        for segment, intervals in enumerate(self.tree.intervals):
+    def _found(self, start: int, stop: int, joined: bool) -> list[Part]:
+        items = list(self._items(start, stop))
+        small = {item for item in items if joined and self._is_small(item)}
+        repeated = self._repeated(items, small)
+        if len(small) == 1 and not repeated:
+            small = set()
+        segments, causal, dense = list[Segment](), list[Part](), list[Part]()
+        for item in items:
+            queries = item.first - start, item.last - start
+            key = self._first_own_key(item)
+            if item in small:
+                ancestors = self._seen_path(item) if item.path in repeated else ()
+                segments.append(Segment(0, item.first, item.last, key, item.last, causal=True, ancestors=ancestors))
+            else:
+                causal.append(Part(key, item.last, causal=True, window=narrower(self.window, item.last - key), queries=queries))
+            if item.path not in repeated:
+                for part in self._rectangles(item, start):
+                    _join(dense, part)
+        joint = [as_part(segments, start, stop, 1, self.window)] if segments else []
+        return [*joint, *causal, *dense]
+
+    def _items(self, start: int, stop: int) -> Iterator[_Item]:
+        """Yield the items of a chunk. A segment that lies right behind its parent goes on with the parent's."""
+        found: _Item | None = None
+        for segment, (*path, (key, _)) in enumerate(self.tree.intervals):
             begin, end = self.tree.span(segment)
             first, last = max(start, begin), min(stop, end)
             if first >= last:
                 continue
-            key = intervals[-1][0]
-            if self.window is not None:
-                key = max(key, first - self.window + 1)
-                window = self.window if last - key > self.window else None
-                causal.append(Part(key, last, causal=True, window=window, queries=(first - start, last - start)))
-                dense += self._in_window(intervals, segment, first, last, start)
+            if found is not None and (list(found.path), found.key) == (path, key):
+                found = found._replace(last=last)
                 continue
-            _join(causal, Part(key, last, causal=True, queries=(first - start, last - start)))
-            for interval in intervals[:-1]:
-                _join(dense, Part(*interval, queries=(first - start, last - start)))
-        return causal + dense
+            if found is not None:
+                yield found
+            found = _Item(first, last, tuple(path), key, self.tree.depths[segment] - begin)
+        if found is not None:
+            yield found
 
-    def _in_window(self, intervals: Sequence[Interval], segment: int, first: int, last: int, start: int) -> Iterator[Part]:
-        """Yield the rectangles of ancestors that a window reaches from `[first, last)`, a part of one segment."""
-        assert self.window is not None
-        # The position of a query minus its place in the row, and the same of the keys of each interval.
-        of_queries = self.tree.depths[segment] - self.tree.span(segment)[0]
+    def _is_small(self, item: _Item) -> bool:
+        """Return whether no other kernel is worth a call of its own; none takes windows."""
+        return self.window is not None or item.queries * (item.last - item.key) <= PAIRS
+
+    def _repeated(self, items: Sequence[_Item], small: set[_Item]) -> set[tuple[Interval, ...]]:
+        """Return the paths whose keys every item has before its own, so that it is one segment and nothing is merged.
+
+        They are short ones: a kernel is given at most twice as many keys as the chunk has queries.
+        """
+        found, left = set(), sum(item.queries for item in items)
+        for path in dict.fromkeys(item.path for item in items if item.path):
+            group = [item for item in items if item.path == path]
+            lengths = [sum(last - first for first, last in self._seen_path(item)) for item in group]
+            pairs = sum(item.queries * length for item, length in zip(group, lengths, strict=True))
+            if small.issuperset(group) and sum(lengths) <= left and (self.window is not None or pairs <= PAIRS):
+                left -= sum(lengths)
+                found.add(path)
+        return found
+
+    def _first_own_key(self, item: _Item) -> int:
+        return item.key if self.window is None else max(item.key, item.first - self.window + 1)
+
+    def _seen_path(self, item: _Item) -> tuple[Interval, ...]:
+        """Return the intervals of the path without what a window hides from all of the item's queries."""
+        if self.window is None:
+            return item.path
+        hidden = max(0, item.first + item.shift - self.window + 1)  # so many tokens of a row of its own
+        seen: list[Interval] = []
+        for first, last in item.path:
+            length = last - first
+            if hidden < length:
+                seen.append((first + hidden, last))
+            hidden = max(0, hidden - length)
+        return tuple(seen)
+
+    def _rectangles(self, item: _Item, start: int) -> Iterator[Part]:
+        """Yield the rectangles of the path's keys, as far as a window reaches."""
         tokens_before = 0
-        for low, high in intervals[:-1]:
+        for low, high in item.path:
             of_keys, tokens_before = tokens_before - low, tokens_before + high - low
-            shift = of_queries - of_keys - self.window + 1  # a query q sees the keys from q + shift on
-            end = min(last, high - shift)
-            if first >= end:
-                continue
-            low = max(low, first + shift)
-            is_cut = end - 1 + shift > low
-            band = first + shift - low if is_cut else None
-            yield Part(low, high, queries=(first - start, end - start), band=band)
+            end, band = item.last, None
+            if self.window is not None:
+                shift = item.shift - of_keys - self.window + 1  # a query q sees the keys from q + shift on
+                end = min(end, high - shift)
+                if item.first >= end:
+                    continue
+                low = max(low, item.first + shift)
+                band = item.first + shift - low if end - 1 + shift > low else None
+            yield Part(low, high, queries=(item.first - start, end - start), band=band)
 
 
 def _join(parts: list[Part], part: Part) -> None:
-    """Append a rectangle, or widen the last one if the two are one: the same keys, or causal ones that go on."""
-    if parts:
-        last = parts[-1]
-        assert last.queries is not None and part.queries is not None, "a rectangle names its queries"
-        goes_on = last.first == part.first and last.queries[1] == part.queries[0]
-        if goes_on and (part.causal or last.last == part.last):
-            parts[-1] = replace(part, queries=(last.queries[0], part.queries[1]))
+    """Append a rectangle, or widen the one over the same keys whose queries end where its own begin."""
+    for index, other in enumerate(parts):
+        assert other.queries is not None and part.queries is not None, "a rectangle names its queries"
+        is_one = (other.first, other.last, other.queries[1]) == (part.first, part.last, part.queries[0])
+        if is_one and other.band is None and part.band is None:
+            parts[index] = replace(part, queries=(other.queries[0], part.queries[1]))
             return
     parts.append(part)
 

@@ -12,17 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from streamgrad.engine.kv_chunk import KeyGradient
 
 
 class Segment(NamedTuple):
     """Queries `[first_query, last_query)` of a row that see keys `[first_key, last_key)`.
 
     If `causal`, the last query sees all keys, the one before it all but the last key, and so on; else each query sees every key.
+    `ancestors` are intervals of keys that come before those, in order, and may be other segments' keys too (`attention.trees`).
     """
 
     row: int
@@ -31,12 +35,30 @@ class Segment(NamedTuple):
     first_key: int
     last_key: int
     causal: bool
+    ancestors: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def key_intervals(self) -> tuple[tuple[int, int], ...]:
+        return *self.ancestors, (self.first_key, self.last_key)
+
+    @property
+    def keys(self) -> int:
+        return sum(last - first for first, last in self.key_intervals)
 
     def of_queries(self, tensor_BHLx: Tensor) -> Tensor:
         return tensor_BHLx[self.row : self.row + 1, :, self.first_query : self.last_query]
 
     def of_keys(self, tensor_BHSx: Tensor) -> Tensor:
-        return tensor_BHSx[self.row : self.row + 1, :, self.first_key : self.last_key]
+        """Return the segment's keys: a view if they are one interval."""
+        views = [tensor_BHSx[self.row : self.row + 1, :, first:last] for first, last in self.key_intervals]
+        return views[0] if len(views) == 1 else torch.cat(views, dim=2)
+
+    def add_to_keys(self, total_BHSx: Tensor, term_BHSx: Tensor) -> None:
+        """Add what belongs to the segment's keys to what belongs to all keys."""
+        done = 0
+        for first, last in self.key_intervals:
+            total_BHSx[self.row : self.row + 1, :, first:last] += term_BHSx[:, :, done : done + last - first]
+            done += last - first
 
     def moved(self, queries: int, keys: int) -> Segment:
         """Return the segment with queries counted from `queries` and keys from `keys`."""
@@ -45,6 +67,7 @@ class Segment(NamedTuple):
             last_query=self.last_query - queries,
             first_key=self.first_key - keys,
             last_key=self.last_key - keys,
+            ancestors=tuple((first - keys, last - keys) for first, last in self.ancestors),
         )
 
 
@@ -61,6 +84,10 @@ class VarlenMask:
     _batches: dict[torch.device, list[VarlenBatch]] = field(default_factory=dict, init=False, repr=False)
     _intervals: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
 
+    @cached_property
+    def has_ancestors(self) -> bool:
+        return any(segment.ancestors for segment in self.segments)
+
     def batches(self, device: torch.device) -> list[VarlenBatch]:
         """Return the causal segments as one varlen batch and the others as a second, leaving out an empty one."""
         if device not in self._batches:
@@ -73,6 +100,7 @@ class VarlenMask:
 
         `window`, if given, hides all but the last `window` keys from each query of a causal segment.
         """
+        assert not self.has_ancestors, "which are no interval with a segment's own keys"
         if device not in self._intervals:
             self._intervals[device] = self._interval_of_each_query().to(device)
         first_BL, last_BL, causal_BL = self._intervals[device].unbind(0)
@@ -101,15 +129,17 @@ class VarlenBatch:
 
     causal: bool
     queries: PackedTokens
-    keys: PackedTokens
+    keys: PackedTokens | RepeatedKeys
 
     @staticmethod
     def of(segments: Sequence[Segment], device: torch.device) -> VarlenBatch:
-        return VarlenBatch(
-            causal=segments[0].causal,
-            queries=PackedTokens.of([(segment.row, segment.first_query, segment.last_query) for segment in segments], device),
-            keys=PackedTokens.of([(segment.row, segment.first_key, segment.last_key) for segment in segments], device),
-        )
+        keys: PackedTokens | RepeatedKeys
+        if any(segment.ancestors for segment in segments):
+            keys = RepeatedKeys.of(segments, device)
+        else:
+            keys = PackedTokens.of([(segment.row, segment.first_key, segment.last_key) for segment in segments], device)
+        queries = PackedTokens.of([(segment.row, segment.first_query, segment.last_query) for segment in segments], device)
+        return VarlenBatch(segments[0].causal, queries, keys)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,6 +164,10 @@ class PackedTokens:
         parts = [tensor_BHTx[row, :, first:last].transpose(0, 1) for row, first, last in self.slices]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def gradients(self, dkey_NHD: Tensor, dvalue_NHD: Tensor, batch: int, length: int) -> list[KeyGradient]:
+        """Return the gradients of all `length` keys and values, 0 for those in no segment."""
+        return [(0, length, self.scatter(dkey_NHD, batch, length), self.scatter(dvalue_NHD, batch, length))]
+
     def scatter(self, tensor_NHx: Tensor, batch: int, length: int, *, fill: float = 0.0, into: Tensor | None = None) -> Tensor:
         """Return (B, H, T, ...), the inverse of `gather`; other tokens are `fill`, or kept from `into`. May be a view."""
         if self.slices == ((0, 0, length),) and batch == 1:
@@ -146,6 +180,58 @@ class PackedTokens:
             into[row, :, first:last] = tensor_NHx[done : done + last - first].transpose(0, 1)
             done += last - first
         return into
+
+
+@dataclass(frozen=True, eq=False)
+class RepeatedKeys:
+    """The keys of segments of one row that have ancestors in common, which the varlen batch then has several times.
+
+    Args:
+        places_N: where each is in the row.
+        intervals: which keys of the row occur, apart and in order; M of them.
+        copies_N, first_copies_M: the places in the varlen batch of all copies of these M keys, one key after another, and where
+            those of each key begin.
+        cu_seqlens_C, max_seqlen: as in `PackedTokens`.
+    """
+
+    places_N: Tensor
+    intervals: tuple[tuple[int, int], ...]
+    copies_N: Tensor
+    first_copies_M: Tensor
+    cu_seqlens_C: Tensor
+    max_seqlen: int
+
+    @staticmethod
+    def of(segments: Sequence[Segment], device: torch.device) -> RepeatedKeys:
+        assert not any(segment.row for segment in segments), "a tree is a row of its own"
+        lengths = [segment.keys for segment in segments]
+        places_N = torch.cat([torch.arange(*interval) for segment in segments for interval in segment.key_intervals])
+        keys_M, counts_M = places_N.unique(return_counts=True)
+        ends = [0, *((keys_M.diff() > 1).nonzero().flatten() + 1).tolist(), len(keys_M)]
+        return RepeatedKeys(
+            places_N.to(device),
+            tuple((int(keys_M[first]), int(keys_M[last - 1]) + 1) for first, last in pairwise(ends)),
+            places_N.argsort(stable=True).to(device),
+            (counts_M.cumsum(0) - counts_M).to(device),
+            torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device),
+            max(lengths),
+        )
+
+    def gather(self, tensor_BHSx: Tensor) -> Tensor:
+        """Return the keys of the varlen batch, (N, H, ...)."""
+        return tensor_BHSx[0].transpose(0, 1).index_select(0, self.places_N)
+
+    def gradients(self, dkey_NHD: Tensor, dvalue_NHD: Tensor, batch: int, length: int) -> list[KeyGradient]:
+        """Return the gradients of the row's keys and values: the sums over their copies, each rounded once."""
+        lengths = [last - first for first, last in self.intervals]
+        sums = (self._sums(dkey_NHD).split(lengths, dim=2), self._sums(dvalue_NHD).split(lengths, dim=2))
+        return [(*interval, dkey, dvalue) for interval, dkey, dvalue in zip(self.intervals, *sums, strict=True)]
+
+    def _sums(self, term_NHD: Tensor) -> Tensor:
+        """Return (1, H, M, D), the sum over the copies of each key."""
+        flat_ND = term_NHD.flatten(1)
+        sums_MD = torch.nn.functional.embedding_bag(self.copies_N, flat_ND, self.first_copies_M, mode="sum")
+        return sums_MD.view(-1, *term_NHD.shape[1:]).transpose(0, 1).unsqueeze(0)
 
 
 def _joined(pieces: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

@@ -54,7 +54,8 @@ class Block:
     def traits(self) -> tuple[bool, ...]:
         """Return all that decides, beside shapes, which kernels can compute the block."""
         optional = self.window, self.varlen, self.mask, self.softcap
-        return self.causal, self.dropout > 0.0, *(part is not None for part in optional)
+        has_ancestors = self.varlen is not None and self.varlen.has_ancestors
+        return self.causal, self.dropout > 0.0, has_ancestors, *(part is not None for part in optional)
 
     @property
     def kind(self) -> str:
@@ -70,7 +71,10 @@ class Block:
 
 
 class Backend(Protocol):
+    """A kernel; `joins_segments` says whether it computes all segments of a kind in one call."""
+
     name: str
+    joins_segments: bool
 
     def refusal(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> str | None:
         """Return why this kernel cannot compute the block, or None if it can."""

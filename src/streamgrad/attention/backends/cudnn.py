@@ -18,6 +18,7 @@ aten = torch.ops.aten
 
 class CudnnBackend:
     name = "cudnn"
+    joins_segments = False
 
     def refusal(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> str | None:
         if not torch.backends.cudnn.is_available():

@@ -16,6 +16,7 @@ from streamgrad.ops.accumulate import accumulator_dtype, zeros_for_sum
 
 class EagerBackend:
     name = "eager"
+    joins_segments = False
 
     def refusal(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> str | None:
         return None
@@ -83,8 +84,8 @@ class EagerBackend:
             dquery, pieces = self.backward(segment.of_queries(dout_BHLD), *operands, of_segment, block.of_segment(segment))
             segment.of_queries(dquery_BHLD).copy_(dquery)
             for _, _, dkey, dvalue in pieces:
-                segment.of_keys(dkey_BGSD).add_(dkey)
-                segment.of_keys(dvalue_BGSD).add_(dvalue)
+                segment.add_to_keys(dkey_BGSD, dkey)
+                segment.add_to_keys(dvalue_BGSD, dvalue)
         return dquery_BHLD, [(0, key_BGSD.shape[2], dkey_BGSD, dvalue_BGSD)]
 
 

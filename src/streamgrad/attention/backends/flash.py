@@ -20,6 +20,7 @@ aten = torch.ops.aten
 
 class FlashBackend:
     name = "flash"
+    joins_segments = True
 
     def refusal(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> str | None:
         implementation = flash_implementation()
@@ -113,7 +114,7 @@ def _varlen_backward(
             **_options(block, varlen.causal),
         )  # fmt: skip
         dquery_BHLD = varlen.queries.scatter(dquery, batch, length, into=dquery_BHLD)
-        pieces.append((0, keys, varlen.keys.scatter(dkey, batch, keys), varlen.keys.scatter(dvalue, batch, keys)))
+        pieces += varlen.keys.gradients(dkey, dvalue, batch, keys)
     if dquery_BHLD is None:
         return torch.zeros_like(query_BHLD), [(0, keys, torch.zeros_like(key_BGSD), torch.zeros_like(value_BGSD))]
     return dquery_BHLD, pieces

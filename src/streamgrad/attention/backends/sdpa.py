@@ -15,6 +15,7 @@ aten = torch.ops.aten
 
 class SdpaBackend:
     name = "sdpa"
+    joins_segments = False
 
     def refusal(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> str | None:
         device = query_BHLD.device.type
@@ -28,6 +29,8 @@ class SdpaBackend:
             return "keys and values differ in head size"
         if device == "cuda" and query_BHLD.dtype == torch.float64:
             return "no CUDA kernel for float64"
+        if block.varlen is not None and block.varlen.has_ancestors:
+            return "it takes no varlen batches, only masks, and the keys of a segment are no interval"
         return None
 
     def forward(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Attended:
