@@ -28,7 +28,7 @@ from streamgrad.hf.discover import unwrap, wrapped_by_engine, wrappers_and_model
 from streamgrad.hf.peft import adds_tokens
 from streamgrad.hf.sharing_refusal import row_taken_for, sharing_refusal
 
-# Beyond a prompt, beginnings that share fewer tokens are computed in every row: each branch is one more call of a kernel.
+# Beyond a prompt, beginnings that share fewer tokens are computed in every row: each branch is one more segment.
 SHORTEST = 16
 
 
@@ -42,6 +42,7 @@ class SharedBatch:
         tree: the segments of the shared row.
         mask: (B, T - 1), True where the next token is scored: the mask of what `unshared` returns.
         places: (M,), which token of the shared row predicts each target.
+        slots: (2, M), row and column of each target in `mask`.
         tokens: real tokens of the batch, before sharing.
         moved: whether rows share a beginning that has unequal padding before it.
     """
@@ -52,6 +53,7 @@ class SharedBatch:
     tree: Tree
     mask: Tensor
     places: Tensor
+    slots: Tensor
     tokens: int
     moved: bool
 
@@ -66,12 +68,13 @@ class SharedBatch:
             remedy = "Pass separate rows" if refusal.always else "Pass same_padding=True to share_prefixes"
             reason = refusal.always or refusal.moved
             raise ValueError(f"{type(inner).__name__} cannot share the beginnings of its sequences: {reason}. {remedy}.")
+        return self.hidden_states_of(inner, **kwargs)
+
+    def hidden_states_of(self, inner: Any, **kwargs: Any) -> Tensor:
+        """Return `hidden_states` of a Hugging Face model that is known to be able to share."""
         with self.streamed(inner):
             output = inner.base_model(input_ids=self.input_ids, position_ids=self.position_ids, use_cache=False, **kwargs)
-        return self.predicting(output.last_hidden_state)
-
-    def predicting(self, hidden_1NE: Tensor) -> Tensor:
-        """Return the hidden states that predict `targets`, (1, M, E)."""
+        hidden_1NE: Tensor = output.last_hidden_state
         return hidden_1NE.index_select(1, self.places.to(hidden_1NE.device))
 
     def unshared(self, scores: Tensor, fill: float = 0.0) -> Tensor:
@@ -79,8 +82,8 @@ class SharedBatch:
         if scores.shape[:2] != self.targets.shape:
             raise ValueError(f"scores have shape {tuple(scores.shape)}. Pass one for each target: {tuple(self.targets.shape)}.")
         whole = scores.new_full((*self.mask.shape, *scores.shape[2:]), fill)
-        whole[self.mask.to(scores.device)] = scores[0]
-        return whole
+        # By rows and columns: the device would have to be waited for to know how many entries of a mask are set.
+        return whole.index_put(self.slots.to(scores.device).unbind(), scores[0])
 
     @contextmanager
     def streamed(self, model: Any) -> Iterator[None]:
@@ -138,17 +141,20 @@ def share_prefixes(
     scored_BT[torch.arange(len(rows)), firsts] = False  # nothing comes before it
     prompts = torch.where(scored_BT.any(1), _first(scored_BT) - firsts, is_real_BT.sum(1)).tolist()
     layout = _Layout(rows, prompts, firsts.tolist(), same_padding)
-    place_BT = torch.zeros_like(ids_BT)
-    place_BT[is_real_BT] = torch.cat([torch.tensor(row, dtype=torch.long) for row in layout.places])
+    place_BT = torch.zeros_like(ids_BT, dtype=torch.long)
+    place_BT[is_real_BT] = torch.cat([torch.arange(*span) for spans in layout.places for span in spans])
     tree = Tree(tuple(layout.ends), tuple(layout.parents))
+    tokens_N = ids_BT.new_zeros(tree.length)
+    tokens_N[place_BT[is_real_BT]] = ids_BT[is_real_BT]
     scored_BT, device = scored_BT[:, 1:], input_ids.device
     return SharedBatch(
-        input_ids=torch.tensor([layout.tokens], device=device, dtype=input_ids.dtype),
-        position_ids=(tree.positions() + torch.tensor(layout.shifts)).unsqueeze(0).to(device),
+        input_ids=tokens_N.unsqueeze(0).to(device),
+        position_ids=(tree.positions() + torch.cat(layout.shifts)).unsqueeze(0).to(device),
         targets=ids_BT[:, 1:][scored_BT].unsqueeze(0).to(device),
         tree=tree,
         mask=scored_BT.to(device),
         places=place_BT[:, :-1][scored_BT].to(device),
+        slots=scored_BT.nonzero().mT.to(device),
         tokens=sum(map(len, rows)),
         moved=layout.moved,
     )
@@ -176,7 +182,7 @@ def _rows(ids_BT: Tensor, is_real_BT: Tensor) -> list[list[int]]:
 
 
 class _Layout:
-    """The shared row while it is built: its tokens, where segments end and their parents, and where each row's tokens are.
+    """The shared row while it is built: where segments end and their parents, and the spans in which each row's tokens are.
 
     `shifts` are what positions begin with: as in the stock model, they count padding before a row. Of rows that share a beginning
     after different padding, it is the first row's: rotary embeddings depend on differences of positions only.
@@ -184,30 +190,31 @@ class _Layout:
 
     def __init__(self, rows: list[list[int]], prompts: list[int], firsts: list[int], same_padding: bool) -> None:
         self.rows, self.prompts = rows, prompts
-        self.tokens: list[int] = []
-        self.shifts: list[int] = []
+        self.length = 0
+        self.shifts: list[Tensor] = []
         self.ends: list[int] = []
         self.parents: list[int] = []
-        self.places: list[list[int]] = [[] for _ in rows]
+        self.places: list[list[tuple[int, int]]] = [[] for _ in rows]
         self.moved = False
         kinds = defaultdict(list)
         for row, first in enumerate(firsts):
             kinds[first if same_padding else 0].append(row)
         for group in chain.from_iterable(self._groups(kind, 0) for kind in kinds.values()):
+            before = self.length
             self._add(group, 0, -1)
             self.moved |= len({firsts[row] for row in group}) > 1
-            self.shifts += [firsts[group[0]]] * (len(self.tokens) - len(self.shifts))
+            self.shifts.append(torch.full((self.length - before,), firsts[group[0]]))
 
     def _add(self, group: list[int], offset: int, parent: int) -> None:
         """Add what the rows of a group have from `offset` on: the beginning that they share, then their branches."""
         stop = self._end_of_beginning(group, offset)
-        start, first = len(self.tokens), self.rows[group[0]]
-        self.tokens += first[offset:stop]
-        self.ends.append(len(self.tokens))
+        span = self.length, self.length + stop - offset
+        self.length = span[1]
+        self.ends.append(self.length)
         self.parents.append(parent)
         segment = len(self.ends) - 1
         for row in group:
-            self.places[row] += range(start, len(self.tokens))
+            self.places[row].append(span)
         for branch in self._groups([row for row in group if len(self.rows[row]) > stop], stop):
             self._add(branch, stop, segment)
 

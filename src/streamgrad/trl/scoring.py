@@ -101,7 +101,7 @@ def _scored(
             output = model.base_model(*args, **kwargs | {"use_cache": False})
             hidden_BTE = output.last_hidden_state
         else:
-            hidden_BTE = shared.hidden_states(model)
+            hidden_BTE = shared.hidden_states_of(model)  # asked for a refusal above
     scores = _scores(model, stream, hidden_BTE, scored)
     # Not views, in which an engine's hooks would be lost.
     scores = {name: score[:, :length].clone() if shared is None else shared.unshared(score) for name, score in scores.items()}
