@@ -9,7 +9,7 @@ import torch
 
 from streamgrad.attention import trees
 from streamgrad.attention.trees import Tree, TreeMask, band_mask
-from streamgrad.attention.varlen import Segment
+from streamgrad.attention.varlen import RepeatedKeys, Segment
 
 DEPTH_THREE = Tree((7, 12, 20, 21, 30, 33), (-1, 0, 0, 2, 2, -1))
 # A prompt with five completions, one of them empty, and a second prompt without any.
@@ -87,6 +87,36 @@ def test_a_prompt_is_one_rectangle_for_all_of_its_completions():
         ((140, 160), 140, 160, True),
         ((120, 160), 0, 100, False),
     ]
+
+
+@pytest.mark.parametrize(("prompt", "completion", "parts"), [(250, 1000, 1), (1000, 10, 2), (5000, 100, 3)])
+def test_the_number_of_parts_does_not_grow_with_that_of_branches(prompt, completion, parts):
+    """A long prompt's rectangles are calls of their own: its own, and that of all completions."""
+    for branches in (2, 8, 16):
+        tree = Tree(tuple(prompt + completion * branch for branch in range(branches + 1)), (-1, *[0] * branches))
+        assert len(TreeMask(tree).parts(0, tree.length, 1, joined=True)) <= parts
+        assert len(TreeMask(tree, window=300).parts(0, tree.length, 1, joined=True)) == 1
+
+
+def test_keys_of_ancestors_are_repeated_and_their_gradients_summed():
+    segments = [
+        Segment(0, 0, 9, 2, 9, True),
+        Segment(0, 9, 12, 14, 17, True, ((2, 7),)),
+        Segment(0, 12, 13, 17, 18, True, ((2, 7),)),
+    ]
+    keys = RepeatedKeys.of(segments, torch.device("cpu"))
+    assert keys.cu_seqlens_C.tolist() == [0, 7, 15, 21]
+    key_BHSD = torch.randn(1, 2, 18, 4, dtype=torch.float64)
+    gathered = keys.gather(key_BHSD)
+    assert torch.equal(gathered.transpose(0, 1), torch.cat([segment.of_keys(key_BHSD) for segment in segments], dim=2)[0])
+    total, term = torch.zeros_like(key_BHSD), torch.randn_like(gathered)
+    for segment, own in zip(segments, term.split([7, 8, 6]), strict=True):
+        segment.add_to_keys(total, own.transpose(0, 1).unsqueeze(0))
+    pieces = keys.gradients(term, 2 * term, 1, 18)
+    assert [piece[:2] for piece in pieces] == [(2, 9), (14, 18)]
+    for first, last, dkey, dvalue in pieces:
+        torch.testing.assert_close(dkey, total[:, :, first:last])
+        torch.testing.assert_close(dvalue, 2 * total[:, :, first:last])
 
 
 def test_positions_go_on_from_the_parent():

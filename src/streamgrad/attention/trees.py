@@ -7,7 +7,8 @@ the tokens up to itself: what it would see in a row of its own. The layout
 
 has the queries of B see the keys of P, a dense rectangle, and those of B, a causal one. `TreeMask.parts` returns such rectangles,
 whose softmaxes are merged by their log-sum-exps; nothing of size (chunk x keys) is built unless a sliding window cuts through a
-rectangle of ancestors, and then it is no wider than the window.
+rectangle of ancestors, and then it is no wider than the window. For a kernel of varlen batches, a small B is one segment with the
+keys of P and B, and all small ones are one part: calling kernels for each would take longer than what they compute.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from streamgrad.attention.masks import Part, as_part, narrower
 from streamgrad.attention.varlen import Segment
+from streamgrad.memory.costs import KEYS_AT_ONCE
 
 Interval = tuple[int, int]
 
@@ -174,9 +176,10 @@ class TreeMask:
     def _repeated(self, items: Sequence[_Item], small: set[_Item]) -> set[tuple[Interval, ...]]:
         """Return the paths whose keys every item has before its own, so that it is one segment and nothing is merged.
 
-        They are short ones: a kernel is given at most twice as many keys as the chunk has queries.
+        They are short ones: a kernel is given at most twice as many keys as the chunk has queries. With a window it may be more,
+        as a rectangle which that cuts through would need a mask.
         """
-        found, left = set(), sum(item.queries for item in items)
+        found, left = set(), KEYS_AT_ONCE if self.window is not None else sum(item.queries for item in items)
         for path in dict.fromkeys(item.path for item in items if item.path):
             group = [item for item in items if item.path == path]
             lengths = [sum(last - first for first, last in self._seen_path(item)) for item in group]
