@@ -55,9 +55,9 @@ def streamed_attention(
     if chunk.alone:
         return attend_alone(chunk, query_BHLD, key_BGLD, value_BGLD, scale)[..., :value_size]
     chunk.receive(key_BGLD, value_BGLD)
-    block = Block(scale, softcap=softcap, dropout=dropout)
-    parts = _parts(chunk, query_BHLD, key_BGLD, value_BGLD, block)
-    pieces = [_piece(chunk, part, query_BHLD.device, block) for part in parts]
+    terms = _Terms(scale, softcap, dropout)
+    parts = _parts(chunk, query_BHLD, key_BGLD, value_BGLD, terms)
+    pieces = [_piece(chunk, part, query_BHLD.device, terms) for part in parts]
     if dropout > 0.0 and len(pieces) > 1:
         raise SeamError("attention dropout is on, and its sequences share their beginnings")
     if sink_H is not None:
@@ -79,23 +79,30 @@ class Piece(NamedTuple):
         return tensor_BHLx if last - first == tensor_BHLx.shape[2] else tensor_BHLx[:, :, first:last]
 
 
-def _piece(chunk: Chunk, part: Part, device: torch.device, plain: Block) -> Piece:
+class _Terms(NamedTuple):
+    """What a layer's attention does with scores, whichever keys are seen."""
+
+    scale: float
+    softcap: float | None
+    dropout: float
+
+
+def _piece(chunk: Chunk, part: Part, device: torch.device, terms: _Terms) -> Piece:
     """Return the piece of a part, the same for all layers but for a mask's tensor, which is too large to be kept."""
-    key = plain.scale, plain.softcap, plain.dropout
-    piece: Piece | None = part.pieces.get(key)
+    piece: Piece | None = part.pieces.get(terms)
     if piece is None:
         mask = _mask_of(chunk, part, device)
-        block = replace(plain, causal=part.causal, window=part.window, varlen=part.varlen, mask=mask)
+        block = Block(terms.scale, part.causal, part.window, part.varlen, mask, terms.softcap, terms.dropout)
         piece = Piece(part.queries or (0, chunk.span[1] - chunk.span[0]), (part.first, part.last), block)
         if mask is None:
-            part.pieces[key] = piece
+            part.pieces[terms] = piece
     return piece
 
 
-def _parts(chunk: Chunk, query_BHLD: Tensor, key_BGLD: Tensor, value_BGLD: Tensor, block: Block) -> list[Part]:
+def _parts(chunk: Chunk, query_BHLD: Tensor, key_BGLD: Tensor, value_BGLD: Tensor, terms: _Terms) -> list[Part]:
     mask, batch = chunk.mask, query_BHLD.shape[0]
     if isinstance(mask, TreeMask):
-        varlen = replace(block, varlen=_NO_SEGMENTS, window=mask.window)
+        varlen = Block(terms.scale, False, mask.window, _NO_SEGMENTS, None, terms.softcap, terms.dropout)
         joining = [backend for backend in chunk.backends if backend.joins_segments]
         joined = any(backend.refusal(query_BHLD, key_BGLD, value_BGLD, varlen) is None for backend in joining)
         return mask.parts(*chunk.span, batch, joined=joined)
