@@ -82,6 +82,21 @@ def test_attention_that_is_not_transformers_own_is_refused(install, enabled_befo
         streamgrad.enable(model)(**batches.plain(model))
 
 
+@pytest.mark.parametrize("kind", ["Attention", "DecoderLayer"])
+def test_a_layer_whose_attention_another_package_has_replaced_is_refused_at_once(kind, monkeypatch):
+    """As Unsloth replaces it on a GPU: by a function of its own that goes around transformers' attention."""
+
+    def fast_forward(self, hidden_states, attention_mask=None, past_key_values=None, **kwargs):
+        return hidden_states, None
+
+    model = tiny_model("llama")
+    for name in {"Attention", kind}:  # a layer of its own around transformers' attention would do no harm
+        monkeypatch.setattr(getattr(modeling_llama, f"Llama{name}"), "forward", fast_forward)
+    with pytest.raises(ValueError, match=r"has a forward of .*test_strange_models, .* in a process that does not import"):
+        streamgrad.enable(model)
+    assert not streamgrad.is_enabled(model)
+
+
 # --- The head ------------------------------------------------------------------------------------------------------------------
 
 

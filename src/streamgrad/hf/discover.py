@@ -24,7 +24,7 @@ from streamgrad.engine.module_walk import modules_of
 from streamgrad.hf.configs import layer_configs
 from streamgrad.hf.deepspeed import has_zero3_hooks
 from streamgrad.hf.layer_args import CACHE_NAMES, cache_argument
-from streamgrad.hf.patching import own_forward
+from streamgrad.hf.patching import own_forward, signature_of
 from streamgrad.hf.peft import base_model, may_be_adapter, why_not_in_chunks
 from streamgrad.hf.quantized import is_packed
 
@@ -93,6 +93,13 @@ def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
     layers = decoder_layers(decoder)
     if not layers:
         raise cannot_be_streamed(model, f"{type(decoder).__name__}, which get_decoder() returns, has no list of decoder layers")
+    for place, origin in replaced_attention(layers[0]):
+        package = origin.partition(".")[0]
+        raise cannot_be_streamed(
+            model,
+            f"{place} has a forward of {origin}, which does not call transformers' attention, and that is all that is streamed",
+            remedy=f"Load it with transformers in a process that does not import {package}, or train it with {package} alone.",
+        )
     for reason in _refusals(decoder, layers, config, makes_masks=config is model.config):
         raise cannot_be_streamed(model, reason, remedy=_newer_transformers(layers))
     return decoder
@@ -293,8 +300,25 @@ def foreign_attention(configs: list[Any], layer: nn.Module) -> Iterator[str]:
             if function is not None and (origin or "").partition(".")[0] not in files:
                 yield (
                     f"its attention, {name!r}, has a function of {origin} in place of transformers' own, which is all that is "
-                    "streamed; put that back, with model.set_attn_implementation('sdpa') where the name is your own"
+                    "streamed; put that back, with model.set_attn_implementation('sdpa') where the name is your own, or in a "
+                    f"process that does not import {(origin or '').partition('.')[0]}"
                 )
+
+
+def replaced_attention(layer: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield where a package other than the model's, as Unsloth does, has put attention of its own, and the module it is in.
+
+    Its function takes the mask, and nothing in the layer looks attention up in transformers' table any more. Replacements that
+    look it up, or that are no attention (norms, MLPs), are left to the trial of the layer.
+    """
+    parts = [(path, module, inspect.unwrap(own_forward(module))) for path, module in layer.named_modules()]
+    if any("ALL_ATTENTION_FUNCTIONS" in getattr(getattr(forward, "__code__", None), "co_names", ()) for *_, forward in parts):
+        return
+    for path, module, forward in parts:
+        origin = getattr(forward, "__module__", None) or ""
+        packages = {kind.__module__.partition(".")[0] for kind in type(module).__mro__}
+        if origin.partition(".")[0] not in packages and "attention_mask" in signature_of(forward).parameters:
+            yield f"{type(layer).__name__}.{path}".rstrip("."), origin
 
 
 def _unwrapped(function: Any) -> Any:
