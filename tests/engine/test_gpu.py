@@ -251,6 +251,23 @@ def test_host_offload_is_bitwise_equal_and_reuses_its_buffers(keep):
     assert sum(buffer.numel() for buffer in pool._free) == grown_bytes, "a buffer was not returned"
 
 
+@pytest.mark.parametrize("offload", ["none", "host"])
+def test_recomputed_layers_are_bitwise_equal(offload):
+    """A group's layers run forward again from its first input: the same chunks, so the same numbers, and several lengths."""
+    outcomes = {}
+    for count in (1, 2, 3):
+        model = tiny_model("llama", dtype=torch.bfloat16, num_hidden_layers=5, **SHAPE).cuda()
+        streamgrad.enable(model, chunk_size=64, keep="input", offload=offload, recompute_layers=count, attention="sdpa")
+        for length in (200, 333, 120, 333):
+            ids = tokens(2, length, seed=length).cuda()
+            model(input_ids=ids, labels=ids).loss.backward()
+        torch.cuda.synchronize()
+        outcomes[count] = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    for count in (2, 3):
+        for name, gradient in outcomes[1].items():
+            assert torch.equal(gradient, outcomes[count][name]), (count, name)
+
+
 def test_host_offload_frees_the_device():
     """Device memory of a step no longer holds the kept inputs of the layers."""
     peaks = {}
