@@ -45,6 +45,8 @@ def covered(tree: Tree, window: int | None, chunk_size: int, *, joined: bool) ->
         stop = min(start + chunk_size, tree.length)
         for part in mask.parts(start, stop, 1, joined=joined):
             if part.varlen is not None:
+                keys = sum(segment.keys for segment in part.varlen.segments)
+                assert keys <= 2 * chunk_size or window is not None, "more keys than a kernel may be given"
                 for segment in part.varlen.segments:
                     add_segment(count, segment.moved(queries=-start, keys=-part.first), part.window)
                 continue

@@ -133,8 +133,8 @@ class TreeMask:
 
     def _found(self, start: int, stop: int, joined: bool) -> list[Part]:
         items = list(self._items(start, stop))
-        small = {item for item in items if joined and self._is_small(item)}
-        repeated = self._repeated(items, small)
+        small = {item for item in items if joined and self._is_small(item, stop - start)}
+        repeated = self._repeated(items, small, stop - start)
         if len(small) == 1 and not repeated:
             small = set()
         segments, causal, dense = list[Segment](), list[Part](), list[Part]()
@@ -169,17 +169,19 @@ class TreeMask:
         if found is not None:
             yield found
 
-    def _is_small(self, item: _Item) -> bool:
-        """Return whether no other kernel is worth a call of its own; none takes windows."""
-        return self.window is not None or item.queries * (item.last - item.key) <= PAIRS
+    def _is_small(self, item: _Item, chunk_size: int) -> bool:
+        """Return whether no other kernel is worth a call of its own, and an item begun in earlier chunks has few keys there."""
+        keys = item.last - item.key
+        return self.window is not None or (item.queries * keys <= PAIRS and keys <= chunk_size)
 
-    def _repeated(self, items: Sequence[_Item], small: set[_Item]) -> set[tuple[Interval, ...]]:
+    def _repeated(self, items: Sequence[_Item], small: set[_Item], chunk_size: int) -> set[tuple[Interval, ...]]:
         """Return the paths whose keys every item has before its own, so that it is one segment and nothing is merged.
 
         They are short ones: a kernel is given at most twice as many keys as the chunk has queries. With a window it may be more,
         as a rectangle which that cuts through would need a mask.
         """
-        found, left = set(), KEYS_AT_ONCE if self.window is not None else sum(item.queries for item in items)
+        found = set()
+        left = 2 * chunk_size - sum(item.last - item.key for item in small) if self.window is None else KEYS_AT_ONCE
         for path in dict.fromkeys(item.path for item in items if item.path):
             group = [item for item in items if item.path == path]
             lengths = [sum(last - first for first, last in self._seen_path(item)) for item in group]
