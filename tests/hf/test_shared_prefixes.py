@@ -176,6 +176,19 @@ def test_attention_is_that_of_the_visible_pairs(monkeypatch, chunk_size, keep, f
     assert not [shape for shape in shapes.made if len(shape) > 1 and min(shape[-2:]) >= 64]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "completion", "rows", "width", "saves"),
+    [(250, 1000, 2, 2560, True), (250, 1000, 8, 2560, True), (100, 300, 2, 2560, False), (2000, 500, 2, 896, False)],
+)
+def test_sharing_saves_time_unless_launches_decide(prompt, completion, rows, width, saves):
+    """Trainers compute rows one by one then. On a CPU, fewer tokens always save time, and none save none."""
+    found = streamgrad.share_prefixes(**batch_of(*group(prompt, [completion] * rows)))
+    assert found.saves_time(width, torch.device("cuda")) == saves
+    assert found.saves_time(width, torch.device("cpu"))
+    alone = streamgrad.share_prefixes(**BATCHES["nothing in common"])
+    assert not alone.saves_time(width, torch.device("cpu")) and not alone.saves_time(10**6, torch.device("cuda"))
+
+
 def test_turns_are_found_by_their_tokens():
     found = streamgrad.share_prefixes(**BATCHES["turns"])
     assert found.tree.ends == (23, 40, 45, 48, 57, 67)

@@ -117,7 +117,7 @@ def _scored(
 
 
 def _shared(model: Any, given: dict[str, Any], labels: Tensor) -> SharedBatch | None:
-    """Return the batch with equal prompts computed once; None if there are none, or if its rows must be computed one by one."""
+    """Return the batch with equal prompts computed once; None if that saves nothing, or if rows must be computed one by one."""
     refusal = sharing_refusal(model, labels.device)  # asked by all ranks, whatever their batches
     passed = {name for name, value in given.items() if value is not None and value is not False}
     if len(labels) == 1 or passed - {"input_ids", "attention_mask"}:
@@ -127,7 +127,7 @@ def _shared(model: Any, given: dict[str, Any], labels: Tensor) -> SharedBatch | 
         return None
     is_scored = labels != _IGNORED
     shared = share_prefixes(given["input_ids"], attention_mask, is_scored, same_padding=refusal.moved is not None)
-    if shared.input_ids.numel() == shared.tokens:
+    if not shared.saves_time(model.config.get_text_config(decoder=True).hidden_size, labels.device):
         return None
     if refusal.always is not None:
         warn_once(model, "share_prompts", f"streamgrad: equal prompts are computed in every row: {refusal.always}.")
