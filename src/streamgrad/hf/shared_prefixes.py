@@ -32,8 +32,8 @@ from streamgrad.hf.sharing_refusal import row_taken_for, sharing_refusal
 SHORTEST = 16
 
 # Seconds in which a layer's kernels are launched, forward and backward, and in which a GPU computes a token there, divided by the
-# square of the model's width: steps of Qwen3-4B on an H200, of 500 tokens (81 ms) and of 4,000 (212 ms). A shared row takes a fifth
-# more launches, by a profile of its Python code.
+# square of the model's width: steps of Qwen3-4B on an H200, of 500 tokens (81 ms) and of 4,000 (212 ms). A shared row takes a
+# fifth more launches, by a profile of its Python code.
 _LAUNCH_SECONDS, _TOKEN_SECONDS, _SHARED_LAUNCHES = 2.2e-3, 2.2e-13, 1.2
 
 
