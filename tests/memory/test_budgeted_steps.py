@@ -123,6 +123,42 @@ def test_a_step_fills_its_budget_and_does_not_exceed_it():
     assert ("all",) in seen and len(seen) >= 3, seen
 
 
+DEEP = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 12}
+
+
+@pytest.mark.parametrize(
+    ("layers", "keep"),
+    [(3, "attention"), *(pytest.param(*each, marks=more) for each in [(2, "input"), (6, "input"), (12, "attention")])],
+)
+def test_segments_hold_what_is_predicted(layers, keep):
+    """The inputs that are kept, and those that are made again with all that a segment keeps for its backward."""
+    model, ids = tiny_model("llama", **DEEP), tokens(1, LENGTH // 2)
+    streamgrad.enable(model, memory_budget="1GiB", keep=keep, recompute_layers=layers, chunk_size=128, head_chunk_size=64)
+    counted_step(model, ids)  # in which layers are measured and tried
+    used, plan = counted_step(model, ids)
+    assert sum(policy.recomputed for policy in plan.policies) == 12 - 12 // layers
+    assert 0.95 * plan.peak_bytes < used <= plan.peak_bytes, f"{used / 1e6:.2f} MB: {plan}"
+
+
+def test_segments_that_the_plan_has_chosen():
+    """With a budget below what the inputs of all layers take, and no host to keep them: exact, and within it."""
+    model, ids = tiny_model("llama", **DEEP), tokens(1, LENGTH // 2)
+    batch = {"input_ids": ids, "labels": ids}
+    options = {"chunk_size": 128, "head_chunk_size": 64}
+    peaks = []
+    for layers in (1, 3):
+        streamgrad.enable(model, memory_budget="1GiB", keep="input", recompute_layers=layers, **options)
+        peaks.append(counted_step(model, ids)[1].peak_bytes)
+        streamgrad.disable(model)
+    budget = int(sum(peaks) / 2)
+    with no_float32():
+        expected = run_step(model, batch)
+        streamgrad.enable(model, memory_budget=budget, **options)
+        assert_same_step(run_step(model, batch), expected, 1e-10)
+        used, plan = counted_step(model, ids)
+    assert any(policy.recomputed for policy in plan.policies) and used <= budget, f"{used} of {budget}: {plan}"
+
+
 def test_automatic_chunks_stay_within_the_budget():
     """From the very first step, in which the layer is probed; and layers differ in what they have room for."""
     model = tiny_model("llama", hidden_size=128, intermediate_size=1024, num_hidden_layers=10)
