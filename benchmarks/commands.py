@@ -11,7 +11,7 @@ from rich.console import Console
 
 from benchmarks.names import MEASURED, REPORT, RESULTS, ROWS_FILE
 from benchmarks.step_commands import bench_max_length, bench_memory, bench_partition, bench_predicted, bench_step
-from benchmarks.training_commands import bench_run, bench_train_step
+from benchmarks.training_commands import bench_longest, bench_run, bench_train_step
 from streamgrad.cli.check import check_table
 from streamgrad.config import parse_count
 
@@ -31,6 +31,7 @@ app.command("partition")(bench_partition)
 app.command("predicted")(bench_predicted)
 app.command("run")(bench_run)
 app.command("train-step")(bench_train_step)
+app.command("longest")(bench_longest)
 
 
 class Dtype(StrEnum):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.lengths import TRL_CELLS
+from benchmarks.longest import predictions_in
 from benchmarks.predicted import found_in, with_growing_segments
 from benchmarks.selection import (
     Record,
@@ -22,6 +23,7 @@ from benchmarks.selection import (
     token_bytes,
 )
 from benchmarks.words import STEP_METHODS, fault_note, gb, markdown_table, ms, no_record, or_dash, origin, picture
+from streamgrad.config import parse_bytes
 from streamgrad.hf.configs import preset_config
 
 _LENGTH_COLUMNS = ["inputs kept", "layers built", "peak", "of it ballast", "cap"]
@@ -119,7 +121,39 @@ def longest(records: Records, paper: dict[str, Any]) -> list[str]:
         else:
             said.append(no_record(f"max-length --objective {objective}"))
     uncapped = [record for record in records["max_length"] if card_bytes(record) is None]
+    said += ["### The longest that fit", *_longest_predicted(records, theirs)]
     return [*said, "### Past TRL's own lengths", *_past_trl(list(found.values())), "### A whole card", *_whole_card(uncapped)]
+
+
+def _longest_predicted(records: Records, theirs: dict[str, Any]) -> list[str]:
+    """Return the table of predicted maxima, each with the step that confirms it, if one ran."""
+    rows, used = [], []
+    confirmed = latest(records["train_step"], "model", "training", "objective", "seq_len", "limit_bytes", "optimizer")
+    for prediction in sorted(predictions_in(records["longest"]), key=lambda each: (each.objective, each.offload, each.model)):
+        cell = (prediction.model, prediction.training, prediction.objective, prediction.confirming)
+        step = confirmed.get((*cell, parse_bytes(prediction.limit), "none"))
+        length = paper_longest(vars(prediction), theirs)
+        rows.append([
+            prediction.objective.upper(), f"{prediction.model} {prediction.training}",
+            "none" if prediction.offload == "none" else prediction.host.replace("GiB", " GiB"), f"{prediction.tokens:,}",
+            or_dash(prediction.tokens / length if length else None, "{:.1f}x"), prediction.plan.partition(";")[0],
+            "not run" if step is None else f"{step['seq_len']:,}: {gb(step)}, {step['layers']} layers built",
+        ])  # fmt: skip
+        used += [] if step is None else [step]
+    if not rows:
+        return [no_record("longest")]
+    header = ["objective", "model", "host memory", "longest, predicted", "of the paper's", "plan", "a step at 97 %"]
+    return [
+        "What the planner gives as the longest sequence of a step in 79 GiB, without host memory and with it, where layers keep "
+        "the input of every n-th (`recompute_layers`). Predictions are confirmed by a step at 97 % of them, of as few of the "
+        "model's last layers as have its plan, with ballast for the others on the device and on the host. A step that is not "
+        "run takes longer than the time that there was for it.",
+        markdown_table(header, rows),
+        *([origin(used)] if used else []),
+        "Predictions: "
+        + ", ".join(f"`{command}`" for command in dict.fromkeys(row["command"] for row in records["longest"]))
+        + ".",
+    ]
 
 
 def _whole_card(records: list[Record]) -> list[str]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.names import COMMAND
 from benchmarks.selection import Record, Records, latest
 from benchmarks.words import gb, markdown_table, ms, no_record, or_dash, origin
 from streamgrad.hf.configs import preset_config
 
+# Steps that confirm predicted lengths stand beside those.
+CONFIRMING = f"{COMMAND} longest"
 _RUN_NAMES = {"streamgrad": "streamgrad", "liger": "Liger kernels, checkpointing", "liger-nockpt": "Liger kernels, all kept"}
 
 
@@ -52,9 +55,8 @@ def _gain(ours: Record, theirs: Record, name: str) -> float | None:
 
 def train_steps(records: Records, paper: dict[str, Any]) -> list[str]:
     """Return steps with an optimizer: what was predicted, what was measured, and the longest."""
-    found = latest(
-        records["train_step"], "model", "training", "objective", "optimizer", "seq_len", "layers", "limit_bytes", "command"
-    )
+    steps = [record for record in records["train_step"] if not record["command"].startswith(CONFIRMING)]
+    found = latest(steps, "model", "training", "objective", "optimizer", "seq_len", "layers", "limit_bytes", "command")
     if not found:
         return [no_record("train-step")]
     whole = [record for record in found.values() if not record["ballast_bytes"]]

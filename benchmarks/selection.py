@@ -20,7 +20,7 @@ Record = dict[str, Any]
 Records = dict[str, list[Record]]  # by the name of their file
 
 STEP_FILES = ("step", "memory", "max_length", "partition", "predicted")
-FILES = (*STEP_FILES, "linear", "precision", "head", "shared_prompts", "families", "run", "train_step")
+FILES = (*STEP_FILES, "linear", "precision", "head", "shared_prompts", "families", "run", "train_step", "longest")
 SMALL_CARD = 24 * 2**30
 _AUTOMATIC = ("chunk_size", "keep", "offload")
 

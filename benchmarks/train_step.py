@@ -133,15 +133,20 @@ class TrainingCase:
         if last[0].recomputed or len({policy.on_host for policy in last}) > 1:
             raise ValueError(
                 f"layers={self.layers} of the plan of the whole model ({plan}) are not alike, or no whole segments. Pass "
-                f"{len(plan.policies) - self._kept_inputs[-1]}."
+                f"{self.last_segment}."
             )
         place = "host" if last[0].on_host else "none"
-        return StreamConfig(keep="input", offload=place, recompute_layers=self.segment, chunk_size=plan.chunk_sizes[-1])
+        return StreamConfig(keep="input", offload=place, recompute_layers=self.segment)  # chunks are planned beside the ballast
 
     @property
     def segment(self) -> int:
         """Return the layers of which the plan keeps one input."""
         return (*self._kept_inputs, self._all_layers)[1]
+
+    @property
+    def last_segment(self) -> int:
+        """Return the last layers of which the plan keeps one input: fewer than others have where they do not divide the model."""
+        return self._all_layers - self._kept_inputs[-1]
 
     @property
     def _kept_inputs(self) -> list[int]:
@@ -198,10 +203,10 @@ def measure_cases(
         if not session.has(cell, {}):
             session.tell(f"{case.model} {case.training} {case.objective} {case.optimizer} at {case.tokens:,}")
             with capped(parse_bytes(case.limit)) if case.limit and device.type == "cuda" else nullcontext():
-                yield _measured(case, cell, device)
+                yield _measured(case, cell, device, session.tell)
 
 
-def _measured(case: TrainingCase, cell: dict[str, Any], device: torch.device) -> TrainStepRecord:
+def _measured(case: TrainingCase, cell: dict[str, Any], device: torch.device, tell: Callable[[str], None]) -> TrainStepRecord:
     clear_memory()
     config = case.config()
     predicted = {"predicted_bytes": case.predicted_bytes, "ballast_bytes": 0, "host_ballast_bytes": 0}
@@ -212,9 +217,12 @@ def _measured(case: TrainingCase, cell: dict[str, Any], device: torch.device) ->
         )
         optimizer = optimizer_for(case.optimizer, subject.network)
         with subject.enabled(config):
+            tell("the model is built")
             _step_of(case, subject, optimizer, min(_SHORT, case.tokens))()
+            tell("the optimizer has its states")
             predicted["ballast_bytes"], predicted["host_ballast_bytes"] = case.ballast(subject.network)
             held = torch.empty(predicted["host_ballast_bytes"], dtype=torch.uint8).fill_(1)  # so that there are pages behind it
+            tell(f"the step begins; it takes {case.seconds:,.0f} s or more")
             step = _step_of(case, subject, optimizer, case.tokens)
             timing = Timing(device, runs=1, warm_ups=0, kernels=False)
             measured = timing.of(step, streams=True, held_bytes=predicted["ballast_bytes"]) | subject.outcome(config)

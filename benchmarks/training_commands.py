@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from benchmarks.names import MEASURED, METHODS, RESUME, ROWS_FILE, command_line, refuse_unread, run_alone, unless
+from benchmarks.names import MEASURED, METHODS, RESULTS, RESUME, ROWS_FILE, command_line, refuse_unread, run_alone, unless
 
 if TYPE_CHECKING:
-    from benchmarks.train_step import TrainStepRecord
+    from benchmarks.train_step import TrainingCase, TrainStepRecord
 
 # What measures is imported in each command, so that `--help` need not wait for it.
 _DEVICE = typer.Option(help="cuda or cpu.", show_default="cuda if there is one, else cpu")
@@ -114,10 +116,8 @@ def bench_train_step(
 
     `python -m benchmarks train-step --model qwen3-8b --tokens 600000 --limit 79GiB --layers 2`
     """
-    from benchmarks.records import Session, append_records, rows_in
-    from benchmarks.train_step import CONFIGURATIONS, TrainingCase, measure_cases
+    from benchmarks.train_step import CONFIGURATIONS, TrainingCase
     from streamgrad.cli.bench import numbers_in
-    from streamgrad.cli.chosen_device import chosen_device
     from streamgrad.config import parse_count
 
     choices = {
@@ -132,8 +132,21 @@ def bench_train_step(
         cases = [TrainingCase(model=model, tokens=count, **changed) for count in numbers_in("--tokens", tokens)]
     given = {name: value for name, value in choices.items() if context.get_parameter_source(name).name != "DEFAULT"}
     command = command_line("train-step", model=model, tokens=tokens if model else None, **given)
-    console = Console(highlight=False)
-    session = Session(rows_in(out) if resume else ())
+    _run_cases(cases, command, out, device=device, resume=resume)
+
+
+def _run_cases(cases: Sequence[TrainingCase], command: str, out: Path, *, device: str | None, resume: bool) -> None:
+    """Measure cases, keep each record as it comes, and print how far a case is, with the seconds since the start."""
+    from benchmarks.records import Session, append_records, rows_in
+    from benchmarks.train_step import measure_cases
+    from streamgrad.cli.chosen_device import chosen_device
+
+    console, start = Console(highlight=False), time.monotonic()
+
+    def tell(stage: str) -> None:
+        console.print(f"  {time.monotonic() - start:5.0f} s: {stage}", soft_wrap=True)
+
+    session = Session(rows_in(out) if resume else (), tell)
     for record in measure_cases(cases, command=command, device=chosen_device(device, one_thread=False), session=session):
         append_records(out, [record])
         console.print(_train_step_line(record), soft_wrap=True)
@@ -150,3 +163,44 @@ def _train_step_line(record: TrainStepRecord) -> str:
         f"{record.ballast_bytes / 2**30:.1f} and {record.host_ballast_bytes / 2**30:.1f} on the host, where streamgrad has "
         f"{record.host_bytes / 2**30:.1f}; {record.policy['plan'].partition('; about')[0]}"
     )
+
+
+def bench_longest(
+    confirm: Annotated[
+        float | None, typer.Option(help="Run the steps at 97 % of predictions that take at most so many seconds.")
+    ] = None,
+    predictions: Annotated[Path, typer.Option(help="With --confirm: the file of predictions.")] = RESULTS / "longest.jsonl",
+    objective: Annotated[str | None, typer.Option(help="sft, dpo or grpo.", show_default="all")] = None,
+    offload: Annotated[str | None, typer.Option(help="none or auto, with host memory.", show_default="both")] = None,
+    device: Annotated[str | None, _DEVICE] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="With --confirm: " + RESUME)] = False,
+    out: Annotated[Path | None, ROWS_FILE] = None,
+) -> None:
+    """Predict the longest sequences of the paper's table, in 79 GiB, which needs no GPU; or confirm predictions by steps.
+
+    **Examples**
+
+    `python -m benchmarks longest --objective sft --offload none`
+
+    `python -m benchmarks longest --confirm 60`
+    """
+    from benchmarks.lengths import cells
+    from benchmarks.longest import predict, predictions_in
+    from benchmarks.records import append_records, rows_in
+
+    console = Console(highlight=False)
+    objectives = [objective] if objective else ["sft", "dpo", "grpo"]
+    places = [offload] if offload else ["none", "auto"]
+    if confirm is None:
+        for name, place in ((name, place) for name in objectives for place in places):
+            for record in predict(cells(name), place, command_line("longest", objective=name, offload=place)):
+                append_records(out or MEASURED / "longest.jsonl", [record])
+                console.print(
+                    f"{name} {place} {record.model} {record.training}: {record.tokens:,} tokens; a step at 97 % with "
+                    f"{record.layers} layers takes {record.seconds:,.0f} s; {record.plan}", soft_wrap=True,
+                )  # fmt: skip
+        return
+    rows = [row for row in rows_in(predictions) if row["objective"] in objectives and row["offload"] in places]
+    chosen = [record.case() for record in predictions_in(rows) if record.seconds <= confirm]
+    command = command_line("longest", confirm=f"{confirm:g}", objective=objective, offload=offload)
+    _run_cases(chosen, command, out or MEASURED / "train_step.jsonl", device=device, resume=resume)

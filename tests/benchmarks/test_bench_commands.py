@@ -21,7 +21,7 @@ from benchmarks.records import append_records, rows_in
 ROOT = Path(__file__).parents[2]
 COMMANDS = {
     "step", "memory", "max-length", "head", "linear", "partition", "precision", "predicted", "shared-prompts", "families",
-    "run", "train-step", "report",
+    "run", "train-step", "longest", "report",
 }  # fmt: skip
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import statistics
 import weakref
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,13 +14,18 @@ from typer.testing import CliRunner
 
 from benchmarks import training_commands
 from benchmarks.commands import app
+from benchmarks.lengths import cells
+from benchmarks.longest import predict, predictions_in
 from benchmarks.records import rows_in
 from benchmarks.report_training import runs, train_steps
 from benchmarks.run import lengths_of_run
 from benchmarks.subject import Subject
 from benchmarks.train_step import CONFIGURATIONS, TrainingCase
+from gradients import more
 from streamgrad.config import parse_bytes
 from streamgrad.hf.configs import preset_model
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -114,7 +121,7 @@ def test_what_is_not_known_is_refused(invoke, command, told):
     assert result.exit_code != 0 and told in str(result.exception)
 
 
-@pytest.mark.parametrize(("training", "optimizer"), [("full", "in-backward"), ("lora", "adamw"), ("full", "none")])
+@pytest.mark.parametrize(("training", "optimizer"), [("full", "in-backward"), ("lora", "adamw")])
 def test_a_step_with_its_optimizer(invoke, tmp_path, training, optimizer):
     out = tmp_path / "train_step.jsonl"
     options = f"--model tiny --tokens 33 --training {training} --optimizer {optimizer} --host 1GiB --device cpu"
@@ -203,3 +210,38 @@ def test_eleven_configurations_fit_what_they_are_given():
     assert len(CONFIGURATIONS) == 11 and {case.optimizer for case in CONFIGURATIONS} >= {"adamw", "adamw8bit", "host"}
     for case in CONFIGURATIONS[:3]:
         assert case.outlook.fits and case.predicted_bytes < parse_bytes(case.limit), case
+
+
+PREDICTIONS = ROOT / "benchmarks/results/longest.jsonl"
+
+
+def test_every_cell_of_the_papers_table_has_a_prediction_with_and_without_host_memory():
+    predicted = predictions_in(rows_in(PREDICTIONS))
+    expected = {
+        (cell.model, cell.training, cell.objective, offload)
+        for objective in ("sft", "dpo", "grpo")
+        for cell in cells(objective)
+        for offload in ("none", "auto")
+    }
+    assert {(each.model, each.training, each.objective, each.offload) for each in predicted} == expected
+    assert all(each.confirming >= 0.97 * each.tokens - 1 for each in predicted)
+
+
+@pytest.mark.parametrize("objective", ["sft", pytest.param("dpo", marks=more), pytest.param("grpo", marks=more)])
+@pytest.mark.parametrize("offload", ["none", pytest.param("auto", marks=more)])
+def test_predictions_are_those_of_the_planner_now(objective, offload):
+    kept = {(each.model, each.training): each for each in predictions_in(rows_in(PREDICTIONS))
+            if (each.objective, each.offload) == (objective, offload)}  # fmt: skip
+    for made in predict(cells(objective)[-1:], offload, ""):
+        assert replace(made, command="", versions={}) == replace(kept[made.model, made.training], command="", versions={})
+
+
+def test_a_prediction_is_confirmed_by_a_step(invoke, tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(training_commands, "_run_cases", lambda cases, command, out, **options: started.append((cases, command)))
+    assert invoke(f"longest --confirm 15 --offload none --predictions {PREDICTIONS}").exit_code == 0
+    ((cases, command),) = started
+    assert command == "python -m benchmarks longest --confirm 15 --offload none"
+    expected = [each for each in predictions_in(rows_in(PREDICTIONS)) if each.seconds <= 15 and each.offload == "none"]
+    assert cases == [each.case() for each in expected] and len(cases) >= 2
+    assert all((case.limit, case.optimizer, case.host) == ("79GiB", "none", "125GiB") and case.layers for case in cases)
