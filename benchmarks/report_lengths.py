@@ -137,7 +137,7 @@ def _longest_predicted(records: Records, theirs: dict[str, Any]) -> list[str]:
             prediction.objective.upper(), f"{prediction.model} {prediction.training}",
             "none" if prediction.offload == "none" else prediction.host.replace("GiB", " GiB"), f"{prediction.tokens:,}",
             or_dash(prediction.tokens / length if length else None, "{:.1f}x"), prediction.plan.partition(";")[0],
-            "not run" if step is None else f"{step['seq_len']:,}: {gb(step)}, {step['layers']} layers built",
+            "predicted only" if step is None else f"{step['seq_len']:,}: {gb(step)}, {step['layers']} layers built",
         ])  # fmt: skip
         used += [] if step is None else [step]
     if not rows:
@@ -146,8 +146,7 @@ def _longest_predicted(records: Records, theirs: dict[str, Any]) -> list[str]:
     return [
         "What the planner gives as the longest sequence of a step in 79 GiB, without host memory and with it, where layers keep "
         "the input of every n-th (`recompute_layers`). Predictions are confirmed by a step at 97 % of them, of as few of the "
-        "model's last layers as have its plan, with ballast for the others on the device and on the host. A step that is not "
-        "run takes longer than the time that there was for it.",
+        "model's last layers as have its plan, with ballast for the others on the device and on the host.",
         markdown_table(header, rows),
         *([origin(used)] if used else []),
         "Predictions: "
