@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from benchmarks.names import MEASURED, REPORT, RESULTS, ROWS_FILE
+from benchmarks.names import MEASURED, REPORT, RESULTS, ROWS_FILE, typed_command
 from benchmarks.step_commands import bench_max_length, bench_memory, bench_partition, bench_predicted, bench_step
 from benchmarks.training_commands import bench_longest, bench_run, bench_train_step
 from streamgrad.cli.check import check_table
@@ -68,8 +68,6 @@ def bench_shared_prompts(
 
     `python -m benchmarks shared-prompts --shape grpo:16000:2000:8 --shape dpo:12000:2000:2`
     """
-    import sys
-
     import torch
 
     from benchmarks.records import append_records
@@ -91,7 +89,7 @@ def bench_shared_prompts(
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     for record in measure_shared_prompts(
         model=model, shapes=shapes, methods=method or METHODS, keep=keep, runs=runs, layers=layers, device=chosen,
-        limit_bytes=None if limit is None else parse_bytes(limit), command=" ".join(["python -m benchmarks", *sys.argv[1:]]),
+        limit_bytes=None if limit is None else parse_bytes(limit), command=typed_command(),
     ):  # fmt: skip
         append_records(out, [record])
         measured = record.error or f"{record.step_ms:,.0f} ms, {(record.peak_bytes or 0) / 1e9:.1f} GB"
@@ -122,8 +120,6 @@ def bench_families(
 
     `python -m benchmarks families qlora-8b --seq-len 4096,32768 --limit 24GiB`
     """
-    import sys
-
     import torch
 
     from benchmarks.families import CASES, METHODS, measure_family
@@ -138,7 +134,7 @@ def bench_families(
     records = measure_family(
         case=case, lengths=[int(length) for length in seq_len.split(",")], methods=method or METHODS, layers=layers, runs=runs,
         limit_bytes=None if limit is None else parse_bytes(limit), device=chosen,
-        command=" ".join(["python -m benchmarks", *sys.argv[1:]]),
+        command=typed_command(),
     )  # fmt: skip
     for record in records:
         append_records(out, [record])

@@ -45,6 +45,15 @@ def command_line(name: str, **options: Any) -> str:
     return " ".join(words)
 
 
+def typed_command() -> str:
+    """Return the command as it was typed, without the file that rows went to."""
+    words = [COMMAND, *sys.argv[1:]]
+    if "--out" in words:
+        place = words.index("--out")
+        words = words[:place] + words[place + 2 :]
+    return " ".join(words)
+
+
 def unless(value: Any, default: Any) -> Any:
     """Return None for a value that is the default's, so that `command_line` leaves it out."""
     return None if value == default else value

@@ -15,7 +15,7 @@ from typer.main import get_command
 
 from benchmarks.__main__ import main
 from benchmarks.commands import app
-from benchmarks.names import command_line, unless
+from benchmarks.names import command_line, typed_command, unless
 from benchmarks.records import append_records, rows_in
 
 ROOT = Path(__file__).parents[2]
@@ -98,6 +98,11 @@ def test_benchmarks_that_cannot_be_run(words, said, monkeypatch, tmp_path):
 def test_a_command_names_what_differs_from_the_default():
     options = {"model": "m", "batch": unless("1", "1"), "memory_budget": None, "kernels": True, "accumulate": False}
     assert command_line("step", **options) == "python -m benchmarks step --model m --kernels"
+
+
+def test_a_typed_command_leaves_out_where_rows_went(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "families", "experts", "--out", "rows.jsonl", "--runs", "1"])
+    assert typed_command() == "python -m benchmarks families experts --runs 1"
 
 
 def test_a_record_of_an_earlier_command_is_read_under_todays(tmp_path):

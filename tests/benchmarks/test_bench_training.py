@@ -245,3 +245,19 @@ def test_a_prediction_is_confirmed_by_a_step(invoke, tmp_path, monkeypatch):
     expected = [each for each in predictions_in(rows_in(PREDICTIONS)) if each.seconds <= 15 and each.offload == "none"]
     assert cases == [each.case() for each in expected] and len(cases) >= 2
     assert all((case.limit, case.optimizer, case.host) == ("79GiB", "none", "125GiB") and case.layers for case in cases)
+
+
+STEPS = [row for row in rows_in(ROOT / "benchmarks/results/train_step.jsonl") if row["error"] is None]
+
+
+@pytest.mark.parametrize("row", STEPS, ids=lambda row: f"{row['model']} {row['optimizer']} {row['seq_len']} {row['layers']}")
+def test_predicted_peaks_with_optimizers_are_within_5_per_cent(row):
+    """By the configuration and the memory alone. Ballast of a cut model stands for layers that the prediction counts."""
+    options = {name: row["policy"][name] for name in ("keep", "offload", "recompute_layers")}
+    cut = row["ballast_bytes"] > 0
+    case = TrainingCase(
+        model=row["model"], training=row["training"], objective=row["objective"], optimizer=row["optimizer"],
+        tokens=row["seq_len"], limit=None if row["limit_bytes"] is None else f"{row['limit_bytes'] / 2**30:g}GiB", host="125GiB",
+        **{"layers": row["layers"]} if cut else options,
+    )  # fmt: skip
+    assert case.predicted_bytes == pytest.approx(row["peak_bytes"], rel=0.05)

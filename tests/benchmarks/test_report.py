@@ -218,6 +218,20 @@ def test_readmes_speed_table_is_that_of_the_records(records):
     assert speed_table(records, README_LENGTHS) in (ROOT / "README.md").read_text()
 
 
+def test_readmes_runs_are_those_of_the_records(records):
+    text = " ".join((ROOT / "README.md").read_text().split())
+    found = latest(records["run"], "model", "training", "method")
+    said = re.search(
+        r"sequences of (.*?) to (.*?) tokens, .*? through (.*?) tokens a second, (.*?) times as .*? through (.*?), (.*?) times",
+        text,
+    )
+    lengths, expected = found["qwen3-4b", "full", "streamgrad"]["lengths"], []
+    for shape in (("qwen3-4b", "full"), ("qwen3-8b", "lora")):
+        ours, liger = (found[(*shape, method)]["tokens_per_second"] for method in ("streamgrad", "liger"))
+        expected += [f"{ours:,.0f}", f"{ours / liger:.2f}"]
+    assert said and said.groups() == (f"{min(lengths):,}", f"{max(lengths):,}", *expected)
+
+
 def test_readmes_bytes_a_token_are_those_of_the_records(records):
     cut = {s.method: rows for s, rows in memory_series(records["memory"]).items() if (s.model, s.layers) == ("qwen3-8b", 2)}
     cost = {method: f"{token_bytes(rows) / 1e3:.0f} KB" for method, rows in cut.items()}
