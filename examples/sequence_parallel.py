@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("model", help="name or folder of a causal language model")
     parser.add_argument("--length", type=int, default=65_536, help="tokens of a sequence")
     parser.add_argument("--chunk-size", type=int, default=1024, help="tokens of one rank that a layer processes at a time")
+    parser.add_argument("--ring", type=int, default=1, help="ranks that gather keys instead of trading heads, across nodes")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--output", help="folder for the trained model")
     options = parser.parse_args()
@@ -38,7 +39,7 @@ def main() -> None:
 
     model = AutoModelForCausalLM.from_pretrained(options.model).to(device).train()
     streamgrad.enable(model, chunk_size=options.chunk_size)
-    sequence_parallel(model, group)  # <- each rank passes its slice from now on
+    sequence_parallel(model, group, ring=options.ring)  # <- each rank passes its slice from now on
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -63,11 +65,38 @@ FOUR_RANKS = [
     Case(ranks=4, key_heads=2, chunk_size=4),
     Case("mistral", ranks=4, key_heads=1, kind="packed", chunk_size=4),
     Case(ranks=4, key_heads=2, kind="padded", chunk_size=4, lora=True),
+    # A ring over all ranks, or over pairs that trade heads; 6 tokens a rank, in chunks of 4 and 2.
+    Case(ranks=4, ring=4, key_heads=1),
+    Case(ranks=4, ring=2, key_heads=1, keep="attention"),
+    Case(ranks=4, ring=2, key_heads=2, keep="all"),
+    Case("mistral", ranks=4, ring=2, kind="packed"),
+    Case("qwen3_moe", ranks=4, ring=4, kind="padded", balance=True),
+]
+RINGS = [
+    *(
+        Case(ranks=4, ring=4, key_heads=1, chunk_size=size, keep="attention") for size in (1, 3)
+    ),  # blocks of no token, and of 2 and 1
+    Case(ranks=4, ring=4, keep="all", chunk_size=4),
+    *(Case(ranks=4, ring=2, kind=kind, chunk_size=4) for kind in ("padded", "left padded", "prompt", "embedded")),
+    *(Case(ranks=4, ring=4, kind="packed", chunk_size=4, keep=keep) for keep in ("input", "attention", "all")),
+    Case("mistral", ranks=4, ring=4, key_heads=2, length=40, kind="padded", chunk_size=3),
+    Case("gpt_oss", ranks=4, ring=2, kind="padded", keep="attention", balance=True),
+    Case("gpt_oss", ranks=4, ring=4, kind="positions"),
+    Case("gemma2", ranks=4, ring=2),
+    Case("deepseek_v3", ranks=4, ring=2, kind="packed", keep="attention"),
+    Case(ranks=4, ring=2, key_heads=2, kind="padded", chunk_size=1, lora=True),
+    Case(ranks=4, ring=2, options={"fused_kernels": "on"}, keep="attention"),
+    Case("qwen3_moe", ranks=4, ring=2, keep="auto", kind="packed", options={"memory_budget": "1GiB"}),
+    Case("qwen3_moe", ranks=4, ring=2, kind="padded", balance=True, scored=True),
 ]
 EIGHT_RANKS = [
     *(Case(ranks=8, key_heads=heads, length=48, chunk_size=4) for heads in (1, 2, 4)),
     Case("gpt_oss", ranks=8, key_heads=2, length=48, kind="padded", chunk_size=4, keep="attention"),
     Case("mistral", ranks=8, key_heads=4, length=48, kind="packed", chunk_size=4, keep="all"),
+    # More ranks than query heads, of which there are four.
+    *(Case(ranks=8, ring=ring, key_heads=heads, length=48) for ring in (2, 4, 8) for heads in (1, 2, 4)),
+    Case("mistral", ranks=8, ring=4, key_heads=2, length=48, kind="packed", keep="attention"),
+    Case("gpt_oss", ranks=8, ring=2, key_heads=1, length=48, kind="padded", keep="all"),
 ]
 
 
@@ -75,15 +104,39 @@ def exchanged(case: Case) -> tuple[int, int]:
     """All-to-alls of a step on one rank, and the elements it puts into them, of which (P - 1) / P go to other ranks.
 
     In a layer, by what it keeps: q, k, v, out; k, v again and q, out again; dout, dq, dk, dv. Around the layers: ids, hidden
-    states and their gradient.
+    states and their gradient. Ranks that are all in one ring trade no heads.
     """
-    heads = 8 if case.ranks == 8 else 4
-    groups, size, width, layers = max(case.ranks, 2), 8, 24, 2  # copies of key heads, where there are fewer than ranks
+    heads = 8 if case.ranks == 8 * case.ring else 4
     times_heads, times_groups = {"input": (6, 6), "attention": (6, 4), "all": (4, 4)}[case.keep]
+    if case.ranks == case.ring:
+        times_heads = times_groups = 0
     tokens = 2 * case.length // case.ranks
-    chunks = -(-case.length // case.ranks // case.chunk_size)
-    elements = layers * tokens * size * (times_heads * heads + times_groups * groups) + tokens * (1 + 2 * width)
-    return layers * chunks * (times_heads + times_groups) + 3, elements
+    elements = LAYERS * tokens * HEAD_SIZE * (times_heads * heads + times_groups * key_heads(case)) + tokens * (1 + 2 * 24)
+    return LAYERS * chunks(case) * (times_heads + times_groups) + 3, elements
+
+
+def over_the_ring(case: Case) -> tuple[tuple[int, int], tuple[int, int]]:
+    """All-gathers of keys and values together, forward and again before backward, and reduce-scatters of their gradients.
+
+    With each, the elements that a rank puts into them: its own keys and values, and its terms for those of all r ranks.
+    """
+    if case.ring == 1:
+        return (0, 0), (0, 0)
+    times, calls = (1, 1) if case.keep == "all" else (2, chunks(case))
+    own = 2 * (2 * case.length // case.ranks) * key_heads(case) * HEAD_SIZE
+    return (LAYERS * times * calls, LAYERS * times * own), (LAYERS * calls, LAYERS * case.ring * own)
+
+
+LAYERS, HEAD_SIZE = 2, 8
+
+
+def chunks(case: Case) -> int:
+    return -(-case.length // case.ranks // case.chunk_size)
+
+
+def key_heads(case: Case) -> int:
+    """Key heads, and copies of them where there are fewer than ranks that trade heads."""
+    return math.lcm(case.key_heads or (4 if case.ranks >= 4 else 2), case.ranks // case.ring)
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +160,7 @@ def check_steps(subtests, cases: list[Case], ranks: list[dict]) -> None:
                     assert outcome.kept == ["attention", "all"], "ranks with more memory must go by those with less"
                 if case.family == "qwen3" and case.kind == "plain" and not case.lora and isinstance(case.chunk_size, int):
                     assert outcome.exchanged == exchanged(case)
+                    assert (outcome.gathered, outcome.summed) == over_the_ring(case)
 
 
 def test_steps_of_two_ranks(subtests, two_ranks):
@@ -115,6 +169,11 @@ def test_steps_of_two_ranks(subtests, two_ranks):
 
 def test_steps_of_four_ranks(subtests, four_ranks):
     check_steps(subtests, FOUR_RANKS, four_ranks)
+
+
+@more
+def test_steps_of_rings(subtests):
+    check_steps(subtests, RINGS, launch(on_more_ranks, RINGS, world_size=4))
 
 
 @more
@@ -127,9 +186,22 @@ def test_memory_falls_with_the_number_of_ranks(four_ranks):
     """With as many chunks, so that a chunk has fewer tokens too. What does not fall is a layer's gradients and a term of them."""
     for rank in four_ranks:
         peaks, layer = rank["live bytes"]
-        assert peaks[1] > 60 * layer, "there is too little to fall"
+        assert peaks[1, 1] > 60 * layer, "there is too little to fall"
         for ranks in (2, 4):
-            assert peaks[ranks] < peaks[1] / ranks + 2 * layer, peaks
+            assert peaks[ranks, 1] < peaks[1, 1] / ranks + 2 * layer, peaks
+
+
+def test_memory_of_a_ring(four_ranks):
+    """Like that of as many ranks without a ring, but one layer's keys and values, and the sums of their gradients, are r slices.
+
+    A kernel's term of these sums is too, here of all keys, and of a bounded number of them in a long sequence.
+    """
+    own = 2 * (1024 // 4) * 4 * 8 * 4  # keys and values of a slice, 4 heads of size 8, in fp32
+    for rank in four_ranks:
+        peaks, _ = rank["live bytes"]
+        for ring in (2, 4):
+            of_others = (ring - 1) * own
+            assert peaks[4, 1] + 2 * of_others <= peaks[4, ring] < peaks[4, 1] + 3 * of_others, peaks
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -150,7 +222,9 @@ def test_other_calls(two_ranks):
 def test_refusals(subtests, two_ranks):
     said = two_ranks[0]["refusals"]
     for name, needles in {
-        "heads": ["3 attention heads cannot be shared by 2 ranks", "Ring attention"],
+        "heads": ["3 attention heads cannot be shared by 2 ranks", "sequence_parallel(model, group, ring=2)"],
+        "ring": ["ring=3 must be a number that divides the group's 2 ranks"],
+        "dropout": ["attention dropout is on", "are shared by a ring of ranks"],
         "empty": ["every rank's slice of input_ids has shape (1, 0)", "at least one token"],
         "segments": ["recompute_layers=2 cannot be used", "nor where ranks share a sequence", "Pass recompute_layers=1"],
         "labels": ["shift_labels"],
@@ -178,6 +252,7 @@ def test_ranks_that_disagree_are_told(subtests, two_ranks):
             "positions": "whether position_ids are passed: 0, 1,",
             "keep": "disagree about keep",
             "mask": "whether an attention_mask is passed: 0, 1,",
+            "ring": "disagree about ring: [1, 2]",
         }.items():
             with subtests.test(name):
                 assert needle in rank["disagreement"][name]

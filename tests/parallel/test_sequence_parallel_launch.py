@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from engine_worker import Reference
+from gradients import more
 from launching import CONFIGS, EXAMPLE, ON_CPU, TORCHRUN, run, weights
 from tiny import VOCABULARY, tiny_model
 
@@ -42,8 +43,9 @@ def reference(sequences: list[torch.Tensor], **options) -> Reference:
     return Reference.of(train)
 
 
-def test_torchrun(start, tmp_path):
-    options = ["--length", LENGTH, "--chunk-size", 5, "--steps", STEPS, "--output", tmp_path]
+@pytest.mark.parametrize("ring", [1, pytest.param(2, marks=more)])
+def test_torchrun(start, tmp_path, ring):
+    options = ["--length", LENGTH, "--chunk-size", 5, "--steps", STEPS, "--ring", ring, "--output", tmp_path]
     done = run(*TORCHRUN, EXAMPLE.parent / "sequence_parallel.py", start, *options)
     assert done.returncode == 0, done.stderr[-4000:]
     seeded = torch.Generator().manual_seed(0)

@@ -37,6 +37,8 @@ PRIVATE = {
     "torch.autograd.forward_ad": "_current_level",
     "torch.autograd.graph": "_engine_run_backward",
     "torch.cuda.memory": "_record_memory_history _set_memory_metadata _snapshot",
+    "torch.distributed.ProcessGroup": "_device_types _get_backend",
+    "torch._C._distributed_c10d.Backend.Options": "_timeout",
     "torch.nn.modules.batchnorm": "_BatchNorm",
     "torch.nn.modules.dropout": "_DropoutNd",
     "torch.nn.modules.module": """

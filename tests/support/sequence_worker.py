@@ -36,12 +36,13 @@ class Case:
     balance: bool = False
     scored: bool = False  # as TRL's trainers call a model
     ranks: int = 2
+    ring: int = 1  # of the ranks
     key_heads: int | None = None  # as many as ranks, or 2
     options: dict[str, Any] = field(default_factory=dict)
 
     def model(self) -> nn.Module:
         every_head = self.ranks >= 4 or self.family == "deepseek_v3"  # whose keys are made for each
-        heads = {"num_attention_heads": 8} if self.ranks == 8 else {}
+        heads = {"num_attention_heads": 8} if self.ranks == 8 * self.ring else {}
         model = tiny_model(self.family, num_key_value_heads=self.key_heads or (4 if every_head else 2), **heads)
         if self.balance:
             model.config.output_router_logits = True
@@ -95,11 +96,13 @@ def plain_step(case: Case) -> Step:
 class Outcome:
     """`step` after averaging over ranks, as engines do; `exchanged`: all-to-alls of this rank, and elements put into them.
 
-    `kept` says by layer what the plan was.
+    `gathered` and `summed` are the same of the ring's all-gathers and reduce-scatters. `kept` says by layer what the plan was.
     """
 
     step: Step
     exchanged: tuple[int, int]
+    gathered: tuple[int, int]
+    summed: tuple[int, int]
     kept: list[str]
 
 
@@ -118,7 +121,7 @@ def run_case(case: Case) -> Outcome:
         from streamgrad.trl.scoring import add_streamed_head
 
         add_streamed_head(model, None)
-    sequence_parallel(model, group)
+    sequence_parallel(model, group, ring=case.ring)
     batch, asked = slice_of(case.batch(), group), {"fused_lm_head": True} if case.scored else {}
     embeds = batch["inputs_embeds"].requires_grad_() if case.kind == "embedded" else None
     with no_float32(), Collectives() as seen:
@@ -133,13 +136,20 @@ def run_case(case: Case) -> Outcome:
         parts = [torch.empty_like(embeds.grad) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, embeds.grad, group=group)
         gradients["input"] = torch.cat(parts, dim=1) / dist.get_world_size(group)
-    sizes = [(times, elements // 2) for (kind, elements), times in seen.counts.items() if "alltoall" in kind]  # in and out
     plan = InstalledForward.on(base_of(model).get_decoder()).stream.planner.latest
     return Outcome(
         Step(loss.detach(), gradients),
-        (sum(n for n, _ in sizes), sum(n * size for n, size in sizes)),
+        put_into("alltoall", seen, 1 / 2),
+        put_into("allgather_base", seen, 1 / (case.ring + 1)),
+        put_into("reduce_scatter_base", seen, case.ring / (case.ring + 1)),
         [str(policy) for policy in plan.policies],
     )
+
+
+def put_into(kind: str, seen: Collectives, share: float) -> tuple[int, int]:
+    """Collectives of a kind, and the elements put into them: a share of those that go in and come out."""
+    sizes = [(times, round(elements * share)) for (name, elements), times in seen.counts.items() if kind in name]
+    return sum(times for times, _ in sizes), sum(times * size for times, size in sizes)
 
 
 def on_two_ranks(cases: list[Case]) -> dict[str, Any]:
@@ -167,20 +177,20 @@ def on_more_ranks(cases: list[Case]) -> dict[str, Any]:
 # --- memory ------------------------------------------------------------------------------------------------------------
 
 
-def live_bytes(length: int = 1024, chunks: int = 8) -> tuple[dict[int, int], int]:
-    """Peak bytes of a step on one rank, by the number of ranks that share the sequence; bytes of a layer's parameters."""
-    peaks: dict[int, int] = {}
-    for ranks in (1, 2, 4):
+def live_bytes(length: int = 1024, chunks: int = 8) -> tuple[dict[tuple[int, int], int], int]:
+    """Peak bytes of a step on one rank, by the ranks that share the sequence and their ring; bytes of a layer's parameters."""
+    peaks: dict[tuple[int, int], int] = {}
+    for ranks, ring in ((1, 1), (2, 1), (4, 1), (4, 2), (4, 4)):
         group = init_device_mesh("cpu", (4 // ranks, ranks), mesh_dim_names=("data", "sequence"))["sequence"].get_group()
         model = tiny_model("llama", dtype=torch.float32, num_key_value_heads=4, num_hidden_layers=4)
         size = length // ranks // chunks
-        sequence_parallel(streamgrad.enable(model, chunk_size=size, head_chunk_size=size, keep="input"), group)
+        sequence_parallel(streamgrad.enable(model, chunk_size=size, head_chunk_size=size, keep="input"), group, ring=ring)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         ids = tokens(1, length // ranks)
         with LiveBytes() as live:
             model(input_ids=ids, labels=ids, shift_labels=ids).loss.backward()
-        peaks[ranks] = live.peak_bytes
+        peaks[ranks, ring] = live.peak_bytes
     return peaks, sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
 
 
@@ -286,10 +296,13 @@ def refusals() -> dict[str, str]:
     dynamic = sequence_parallel(streamgrad.enable(dynamic, chunk_size=4), group)
     few_heads = streamgrad.enable(tiny_model("llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=24))
     in_segments = streamgrad.enable(tiny_model("llama"), chunk_size=4, recompute_layers=2)
+    in_ring = sequence_parallel(streamgrad.enable(tiny_model("llama", attention_dropout=0.1), chunk_size=4), group, ring=2)
     with torch.no_grad():
         cache = streamgrad.disable(copy.deepcopy(model))(input_ids=ids, use_cache=True).past_key_values
     return {
         "heads": message(sequence_parallel, few_heads, group),
+        "ring": message(sequence_parallel, model, group, ring=3),
+        "dropout": message(in_ring, input_ids=ids, labels=ids, shift_labels=ids),
         "empty": message(model, input_ids=ids[:, :0]),
         "segments": message(sequence_parallel(in_segments, group), input_ids=ids, labels=ids, shift_labels=ids),
         "labels": message(model, input_ids=ids, labels=ids),
@@ -321,4 +334,5 @@ def refusals_of_disagreement() -> dict[str, str]:
         "positions": message(model(), input_ids=ids, **positions),
         "keep": message(model(keep=("input", "attention")[rank]), input_ids=ids),
         "mask": message(experts, input_ids=ids, output_router_logits=True, **mask),
+        "ring": message(sequence_parallel, model(), group, ring=1 + rank),
     }

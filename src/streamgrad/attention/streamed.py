@@ -11,6 +11,7 @@ Shapes: B batch, H query heads, G key/value heads, L chunk, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,8 +23,8 @@ from streamgrad.attention.backends.block import merge
 from streamgrad.attention.masks import CausalMask, DenseMask, Part
 from streamgrad.attention.trees import TreeMask, band_mask
 from streamgrad.attention.varlen import VarlenMask
-from streamgrad.engine.kv_chunk import Attended, Chunk, KeyGradient, KeyValueStream, SeamError, with_dense_rows
-from streamgrad.engine.trial import attend_alone
+from streamgrad.engine.kv_chunk import Attended, Chunk, KeyValueStream, SeamError, with_dense_rows
+from streamgrad.engine.trial import Span, attend_alone
 from streamgrad.memory.costs import KEYS_AT_ONCE
 from streamgrad.ops.accumulate import accumulator_dtype, as_sum
 from streamgrad.ops.autograd import Function, first_order_only
@@ -55,11 +56,7 @@ def streamed_attention(
     if chunk.alone:
         return attend_alone(chunk, query_BHLD, key_BGLD, value_BGLD, scale)[..., :value_size]
     chunk.receive(key_BGLD, value_BGLD)
-    terms = _Terms(scale, softcap, dropout)
-    parts = _parts(chunk, query_BHLD, key_BGLD, value_BGLD, terms)
-    pieces = [_piece(chunk, part, query_BHLD.device, terms) for part in parts]
-    if dropout > 0.0 and len(pieces) > 1:
-        raise SeamError("attention dropout is on, and its sequences share their beginnings")
+    pieces = _pieces(chunk, query_BHLD, key_BGLD, value_BGLD, _Terms(scale, softcap, dropout))
     if sink_H is not None:
         sink_H = chunk.sharing.own_heads(sink_H)
     out_BHLD = _StreamedAttention.apply(chunk, pieces, query_BHLD, key_BGLD, value_BGLD, sink_H)
@@ -72,6 +69,7 @@ class Piece(NamedTuple):
     queries: tuple[int, int]
     keys: tuple[int, int]
     block: Block
+    opens: bool  # no piece before has these queries
 
     def of_queries(self, tensor_BHLx: Tensor) -> Tensor:
         """Return the piece's queries, or what belongs to them: the tensor itself if these are all."""
@@ -87,39 +85,69 @@ class _Terms(NamedTuple):
     dropout: float
 
 
-def _piece(chunk: Chunk, part: Part, device: torch.device, terms: _Terms) -> Piece:
-    """Return the piece of a part, the same for all layers but for a mask's tensor, which is too large to be kept."""
-    piece: Piece | None = part.pieces.get(terms)
-    if piece is None:
-        mask = _mask_of(chunk, part, device)
-        block = Block(terms.scale, part.causal, part.window, part.varlen, mask, terms.softcap, terms.dropout)
-        piece = Piece(part.queries or (0, chunk.span[1] - chunk.span[0]), (part.first, part.last), block)
-        if mask is None:
-            part.pieces[terms] = piece
-    return piece
+def _pieces(chunk: Chunk, query_BHLD: Tensor, key_BGLD: Tensor, value_BGLD: Tensor, terms: _Terms) -> list[Piece]:
+    """Return the pieces, the same for all layers but for a mask's tensor, which is too large to be kept."""
+    found = []
+    for part, queries, span in _parts(chunk, query_BHLD, key_BGLD, value_BGLD, terms):
+        piece: Piece | None = part.pieces.get((terms, queries))
+        if piece is None:
+            mask = _mask_of(chunk, part, span, query_BHLD.device)
+            block = Block(terms.scale, part.causal, part.window, part.varlen, mask, terms.softcap, terms.dropout)
+            piece = Piece(queries, (part.first, part.last), block, opens=part.queries is None or part.causal)
+            if mask is None:
+                part.pieces[terms, queries] = piece
+        found.append(piece)
+    if terms.dropout > 0.0 and len(found) > 1:
+        raise SeamError("attention dropout is on, and its sequences share their beginnings or are shared by a ring of ranks")
+    return found if chunk.sharing.ring_ranks == 1 else _earlier_keys_first(found, chunk.span[0])
 
 
-def _parts(chunk: Chunk, query_BHLD: Tensor, key_BGLD: Tensor, value_BGLD: Tensor, terms: _Terms) -> list[Part]:
+def _parts(
+    chunk: Chunk, query_BHLD: Tensor, key_BGLD: Tensor, value_BGLD: Tensor, terms: _Terms
+) -> Iterator[tuple[Part, Span, Span]]:
+    """Yield the parts of the chunk's mask, each with its queries, counted from the chunk's first, and their positions."""
     mask, batch = chunk.mask, query_BHLD.shape[0]
     if isinstance(mask, TreeMask):
         varlen = Block(terms.scale, False, mask.window, _NO_SEGMENTS, None, terms.softcap, terms.dropout)
         joining = [backend for backend in chunk.backends if backend.joins_segments]
         joined = any(backend.refusal(query_BHLD, key_BGLD, value_BGLD, varlen) is None for backend in joining)
-        return mask.parts(*chunk.span, batch, joined=joined)
+        start, stop = chunk.span
+        for part in mask.parts(start, stop, batch, joined=joined):
+            yield part, part.queries or (0, stop - start), chunk.span
+        return
     if not isinstance(mask, CausalMask | DenseMask):
         raise SeamError("one of its layers has attention, and is said to be without")
     if isinstance(mask, DenseMask):
         mask.check_shape(*query_BHLD.shape[:2])
-    return [mask.part(*chunk.span, batch)]
+    done = 0
+    for start, stop in chunk.query_spans:
+        yield mask.part(start, stop, batch), (done, done + stop - start), (start, stop)
+        done += stop - start
 
 
-def _mask_of(chunk: Chunk, part: Part, device: torch.device) -> Tensor | None:
+def _mask_of(chunk: Chunk, part: Part, span: Span, device: torch.device) -> Tensor | None:
     if part.band is not None:
         return band_mask(part, device)
     if not part.masked:
         return None
     assert isinstance(chunk.mask, CausalMask | DenseMask)
-    return chunk.mask.visible(*chunk.span, part.first, device)
+    return chunk.mask.visible(*span, part.first, device)
+
+
+def _earlier_keys_first(pieces: list[Piece], start: int) -> list[Piece]:
+    """Split what can be split into a piece over the keys before `start`, which are there, and one over those that arrive."""
+    earlier, others = [], []
+    for piece in pieces:
+        (first, last), block = piece.keys, piece.block
+        if first < start and block.causal and _is_plain(block):
+            earlier.append(piece._replace(keys=(first, start), block=replace(block, causal=False)))
+            piece = piece._replace(keys=(start, last), opens=False)
+        others.append(piece)
+    return earlier + others
+
+
+def _is_plain(block: Block) -> bool:
+    return block.mask is None and block.varlen is None and block.window is None and block.dropout == 0.0
 
 
 def _widened(tensor_BHLD: Tensor, size: int) -> Tensor:
@@ -152,6 +180,7 @@ class _StreamedAttention(Function):
             if chunk.keep_attention and pieces[0].block.dropout == 0.0:
                 chunk.kept = done
         ctx.backends, ctx.sharing, ctx.span, ctx.pieces = chunk.backends, chunk.sharing, chunk.span, pieces
+        ctx.tokens = chunk.start, chunk.stop
         ctx.key_heads = key_BGLD.shape[1]
         # A chunk that is the whole sequence reads only its own keys. Its graph may be kept and run backward more than once, so
         # autograd saves them, and each backward pass sums gradients in a stream of its own.
@@ -168,22 +197,17 @@ class _StreamedAttention(Function):
         query_BHLD, out_BHLD, lse_BHL, dropped_BHLS, sink_H, *saved = ctx.saved_tensors
         stream: KeyValueStream = ctx.stream or KeyValueStream(ctx.span[1], (saved[0], saved[1]))
         dout_BHLD = with_dense_rows(ctx.sharing.to_heads(dout_BHLD))
+        done, (start, stop) = Attended(out_BHLD, lse_BHL, dropped_BHLS), ctx.span
         dquery_BHLD: Tensor | None = None
-        for piece in (part for whole in ctx.pieces for part in _split_keys(whole)):
-            start, stop = piece.keys
-            key, value = stream.read(start, stop)
-            dout, query = piece.of_queries(dout_BHLD), piece.of_queries(query_BHLD)
-            own_lse = piece.of_queries(lse_BHL)
-            own_lse = own_lse if own_lse is lse_BHL else own_lse.contiguous()
-            own = Attended(piece.of_queries(out_BHLD), own_lse, dropped_BHLS)
-            backend = choose(ctx.backends, query, key, value, piece.block)
-            term_BHLD, gradients = backend.backward(dout, query, key, value, own, piece.block)
-            dquery_BHLD = _with_term(dquery_BHLD, piece, term_BHLD, query_BHLD.shape)
-            # Includes the chunk's own keys, whose gradient is then complete and collected below.
-            _deposit(stream, start, gradients)
-            del term_BHLD, gradients  # free them before the next kernel call
+        pieces = [part for whole in ctx.pieces for part in _split_keys(whole)]
+        # The chunk's own keys first: their gradient is then complete, and may travel while that of earlier keys is computed.
+        for piece in (piece for piece in pieces if piece.keys[1] > start):
+            dquery_BHLD = _differentiated(piece, ctx.backends, stream, dout_BHLD, query_BHLD, done, dquery_BHLD)
+        arriving = ctx.sharing.sum_over_ring(*ctx.tokens, stream.sums)
+        for piece in (piece for piece in pieces if piece.keys[1] <= start):
+            dquery_BHLD = _differentiated(piece, ctx.backends, stream, dout_BHLD, query_BHLD, done, dquery_BHLD)
         assert dquery_BHLD is not None
-        dkey_BGLD, dvalue_BGLD = stream.collect(*ctx.span)
+        dkey_BGLD, dvalue_BGLD = stream.collect(start, stop, arriving)
         dsink_H = None
         if sink_H is not None:
             weight_BHL = (sink_H.to(lse_BHL.dtype)[None, :, None] - lse_BHL).exp()
@@ -194,13 +218,32 @@ class _StreamedAttention(Function):
         return None, None, dquery_BHLD, *keys, dsink_H
 
 
-def _deposit(stream: KeyValueStream, start: int, pieces: list[KeyGradient]) -> None:
-    for first, last, dkey, dvalue in pieces:
+def _differentiated(
+    piece: Piece,
+    backends: list[Any],
+    stream: KeyValueStream,
+    dout_BHLD: Tensor,
+    query_BHLD: Tensor,
+    done: Attended,
+    dquery_BHLD: Tensor | None,
+) -> Tensor:
+    """Deposit what a piece's queries owe to its keys; return the sum of the queries' gradients so far and the piece's."""
+    start, stop = piece.keys
+    key, value = stream.read(start, stop)
+    dout, query = piece.of_queries(dout_BHLD), piece.of_queries(query_BHLD)
+    own_lse = piece.of_queries(done.lse_BHL)
+    own_lse = own_lse if own_lse is done.lse_BHL else own_lse.contiguous()
+    own = Attended(piece.of_queries(done.out_BHLD), own_lse, done.dropped_BHLS)
+    backend = choose(backends, query, key, value, piece.block)
+    term_BHLD, gradients = backend.backward(dout, query, key, value, own, piece.block)
+    dquery_BHLD = _with_term(dquery_BHLD, piece, term_BHLD, query_BHLD.shape)
+    for first, last, dkey, dvalue in gradients:
         stream.deposit(start + first, start + last, dkey, dvalue)
+    return dquery_BHLD
 
 
 def _attended(chunk: Chunk, pieces: list[Piece], query_BHLD: Tensor) -> Attended:
-    """Run the pieces and merge them by their log-sum-exps. The first ones contain every query once, with its own key."""
+    """Run the pieces and merge them by their log-sum-exps."""
     whole: Attended | None = None
     for piece in pieces:
         query = with_dense_rows(piece.of_queries(query_BHLD))
@@ -211,7 +254,7 @@ def _attended(chunk: Chunk, pieces: list[Piece], query_BHLD: Tensor) -> Attended
         if whole is None:
             whole = Attended(torch.empty_like(query_BHLD), done.lse_BHL.new_full(query_BHLD.shape[:3], float("-inf")))
         own = Attended(piece.of_queries(whole.out_BHLD), piece.of_queries(whole.lse_BHL))
-        merged = done if piece.block.causal else merge(own, done)
+        merged = done if piece.opens else merge(own, done)
         if merged.out_BHLD is not own.out_BHLD:
             own.out_BHLD.copy_(merged.out_BHLD)
             own.lse_BHL.copy_(merged.lse_BHL)
@@ -236,7 +279,7 @@ def _split_keys(piece: Piece) -> list[Piece]:
     Kernels allocate gradients and workspace for all their keys, with grouped queries even per query head: tens of kB per key.
     """
     (first, last), block = piece.keys, piece.block
-    if block.mask is not None or block.varlen is not None or block.window is not None or block.dropout > 0.0:
+    if not _is_plain(block):
         return [piece]
     rows = piece.queries[1] - piece.queries[0] if block.causal else 0
     parts = []

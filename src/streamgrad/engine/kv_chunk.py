@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from streamgrad.engine.ulysses import ALONE, SequenceSharing
+from streamgrad.engine.ulysses import ALONE, Arriving, SequenceSharing
 from streamgrad.ops.accumulate import as_sum, zeros_for_sum
 from streamgrad.ops.memory_label import labelled, relabel
 
@@ -61,11 +61,27 @@ class KeyValueStream:
         self.written = 0 if tensors is None else length  # so many of the first keys are there
         self._tensors = tensors
         self._gradients: tuple[Tensor, Tensor] | None = None
+        self._arriving: tuple[int, int, Arriving] | None = None  # keys that other ranks send
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Return keys and values, (B, G, T, D) each; nothing for a layer that has none."""
+        self.settle()
         return self._tensors or ()
+
+    def expect(self, start: int, stop: int, arriving: Arriving) -> None:
+        """Note that the keys and values `[start, stop)` are on their way; whoever reads them first waits for them."""
+        self.settle()
+        self.written = stop
+        self._arriving = start, stop, arriving
+
+    def settle(self) -> None:
+        """Wait for keys and values that are on their way."""
+        if self._arriving is not None:
+            start, stop, arriving = self._arriving
+            self._arriving = None
+            key_BGLD, value_BGLD = arriving()
+            self.write(start, stop, key_BGLD, value_BGLD)
 
     @labelled("keys and values")
     def write(self, start: int, stop: int, key_BGLD: Tensor, value_BGLD: Tensor) -> None:
@@ -80,7 +96,10 @@ class KeyValueStream:
 
     def read(self, first: int, last: int) -> tuple[Tensor, Tensor]:
         """Return views of the keys and values `[first, last)`."""
-        key_BGTD, value_BGTD = self.tensors
+        if self._arriving is not None and last > self._arriving[0]:
+            self.settle()
+        assert self._tensors is not None, "nothing was written"
+        key_BGTD, value_BGTD = self._tensors
         return key_BGTD[:, :, first:last], value_BGTD[:, :, first:last]
 
     @labelled("keys and values")
@@ -91,20 +110,24 @@ class KeyValueStream:
             self._gradients = terms  # the first term of every key is the sum so far
             relabel("keys and values", *terms)
             return
+        if self._gradients is not None:
+            self._gradients = as_sum(self._gradients[0]), as_sum(self._gradients[1])
+        for total, term in zip(self.sums(first, last), terms, strict=True):
+            total += term
+
+    @labelled("keys and values")
+    def sums(self, start: int, stop: int) -> list[Tensor]:
+        """Return views of the sums for `[start, stop)`, complete once every later chunk has run."""
         if self._gradients is None:
             key, value = self.tensors
             self._gradients = zeros_for_sum(key), zeros_for_sum(value)
-        self._gradients = as_sum(self._gradients[0]), as_sum(self._gradients[1])
-        for total, term in zip(self._gradients, terms, strict=True):
-            total[:, :, first:last] += term
+        return [total[:, :, start:stop] for total in self._gradients]
 
     @labelled("keys and values")
-    def collect(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return the sums for `[start, stop)` in the dtype of keys and values, complete once every later chunk has run."""
-        assert self._gradients is not None, "nothing was deposited"
-        dkey, dvalue = (
-            total[:, :, start:stop].to(tensor.dtype) for total, tensor in zip(self._gradients, self.tensors, strict=True)
-        )
+    def collect(self, start: int, stop: int, arriving: Arriving | None = None) -> tuple[Tensor, Tensor]:
+        """Return the sums for `[start, stop)`, or what ranks have made of them, in the dtype of keys and values."""
+        totals = self.sums(start, stop) if arriving is None else arriving()
+        dkey, dvalue = (total.to(tensor.dtype) for total, tensor in zip(totals, self.tensors, strict=True))
         return dkey, dvalue
 
     def _full_length(self, chunk_BGLD: Tensor) -> Tensor:
@@ -154,6 +177,11 @@ class Chunk:
     def __post_init__(self) -> None:
         self.span = self.sharing.ranks * self.start, self.sharing.ranks * self.stop
 
+    @property
+    def query_spans(self) -> list[tuple[int, int]]:
+        """Return the positions in the sequence of the queries that this process attends with."""
+        return self.sharing.query_spans(self.start, self.stop)
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -170,9 +198,16 @@ class Chunk:
         self.attention_calls += 1
         self.own = key_BGLD, value_BGLD
         if not self.in_backward or self.span[1] > self.stream.written:
-            to_heads = self.sharing.keys_to_heads
-            self.stream.write(*self.span, to_heads(key_BGLD.detach()), to_heads(value_BGLD.detach()))
+            self.gather(*(self.sharing.keys_to_heads(tensor.detach()) for tensor in self.own))
         self._stop_if_all_is_written()
+
+    def gather(self, key_BGLD: Tensor, value_BGLD: Tensor) -> None:
+        """Write keys and values of this rank's heads into the stream, with those that ranks of its ring send."""
+        arriving = self.sharing.gather_over_ring(self.start, self.stop, key_BGLD, value_BGLD)
+        if arriving is None:
+            self.stream.write(*self.span, key_BGLD, value_BGLD)
+        else:
+            self.stream.expect(*self.span, arriving)
 
     def _stop_if_all_is_written(self) -> None:
         if self.stop_after_write:

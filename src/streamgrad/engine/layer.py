@@ -194,7 +194,8 @@ class _StreamedLayer(torch.autograd.Function):
         ctx.h_shape, ctx.h_dtype = h_BTE.shape, h_BTE.dtype
         outputs, stream = _forward(call, h_BTE, ctx.tape.recording, ctx.guard, ctx.kept)
         ctx.autocast.forget_casts()
-        ctx.kept.finish(ctx, stream.tensors)
+        is_kept = call.policy.keep == "attention"
+        ctx.kept.finish(ctx, call.sharing.kept_keys(h_BTE.shape[1], stream.tensors) if is_kept else ())
         return tuple(outputs)
 
     @staticmethod
@@ -351,9 +352,15 @@ def _run_again(node: Any, h_BTE: Tensor, kept: Saved | None) -> tuple[Tensor, tu
 
 def _restore_stream(call: StreamedCall, tape: RandomTape, reader: Reader, length: int) -> KeyValueStream:
     """Return the keys and values of the whole sequence, as kept or by running every chunk but the last up to its keys."""
-    if reader.has_attention:
+    if reader.has_attention and call.sharing.ring_ranks == 1:
         return call.new_stream(length, reader.keys_and_values())
     stream, spans_of_chunks = call.new_stream(length), call.spans(length)
+    if reader.has_attention:
+        kept = reader.keys_and_values()
+        each = kept[0].shape[2] // length  # tokens of the ranks that trade heads with this one
+        for start, stop in spans_of_chunks:
+            call.chunk((start, stop), stream).gather(*(tensor[:, :, each * start : each * stop] for tensor in kept))
+        return stream
     for index in call.restored(length):
         h_BLE, _ = reader.chunk(index)
         with torch.no_grad(), tape.replaying(index):

@@ -11,11 +11,12 @@ chunk at the same time. Around attention, and nowhere else, ranks trade tokens f
     to_tokens:  the inverse, which is also the transpose: each is the other's backward pass
 
 P divides the query heads. Where it does not divide the G key heads, each is copied before the exchange, so often that every rank
-gets those of its queries: P / gcd(P, G) times. The gradients of the copies are summed after their exchange.
+gets those of its queries: P / gcd(P, G) times. The gradients of the copies are summed after their exchange. `engine.ring` lets
+more ranks share a sequence: then only those of `heads`, a part of the group, trade tokens for heads.
 
 A model is called in *slice order*, with tokens `[r T, (r + 1) T)` on rank r. `to_chunk_order` and `to_slice_order` convert.
 
-Known limits: communication does not overlap with computation.
+Known limits: trading tokens for heads does not overlap with computation.
 
 Shapes: B batch, H heads, T tokens of this rank, L tokens of a chunk, S tokens of a global chunk, D head size.
 """
@@ -23,7 +24,7 @@ Shapes: B batch, H heads, T tokens of this rank, L tokens of a chunk, S tokens o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -34,11 +35,15 @@ from torch import Tensor
 from streamgrad.ops.accumulate import accumulator_dtype
 from streamgrad.ops.autograd import first_order_only
 
+# Keys and values, or their gradients, that other ranks send: a call waits for them.
+Arriving = Callable[[], Sequence[Tensor]]
+
 
 class SequenceSharing:
     """A sequence whose tokens are all in this process: nothing is communicated."""
 
     ranks = 1
+    ring_ranks = 1  # of which none brings the other's keys by trading heads
     chunk_size: int | None = None  # of every layer, if the order of tokens depends on it
 
     def to_heads(self, tensor_BHLD: Tensor) -> Tensor:
@@ -54,6 +59,25 @@ class SequenceSharing:
     def keys_to_tokens(self, gradient_BGSD: Tensor, heads: int) -> Tensor:
         """Return the gradient of keys or values with `heads` heads from those that `keys_to_heads` has made of them."""
         return gradient_BGSD
+
+    def query_spans(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return the positions in the sequence of the queries that this rank attends with for its tokens `[start, stop)`."""
+        return [(self.ranks * start, self.ranks * stop)]
+
+    def gather_over_ring(self, start: int, stop: int, key_BGLD: Tensor, value_BGLD: Tensor) -> Arriving | None:
+        """Start to gather the other ranks' keys and values of a chunk; None where `keys_to_heads` has brought all of them."""
+        return None
+
+    def sum_over_ring(self, start: int, stop: int, sums: Callable[[int, int], Sequence[Tensor]]) -> Arriving | None:
+        """Start to add up what ranks owe to the keys and values of a chunk, `sums` on each; None where this rank's are all."""
+        return None
+
+    def kept_keys(self, length: int, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return those of the whole sequence's keys and values that this rank need not gather over the ring.
+
+        `length` counts this rank's tokens.
+        """
+        return tensors
 
     def own_heads(self, tensor_H: Tensor) -> Tensor:
         """Return the entries of the heads that this rank attends with."""
@@ -78,15 +102,18 @@ class Ulysses(SequenceSharing):
         self.group, self.length, self.device = group, length, device
         self.chunk_size: int = min(chunk_size, length)
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.heads: dist.ProcessGroup | None = group  # which trade tokens for heads
+        self.head_ranks, self.head_rank = self.ranks, self.rank
 
     def to_heads(self, tensor_BHLD: Tensor) -> Tensor:
-        if (heads := tensor_BHLD.shape[1]) % self.ranks:
-            raise ValueError(f"{heads} heads cannot be split over {self.ranks} ranks. The number of ranks must divide {heads}.")
+        if (heads := tensor_BHLD.shape[1]) % self.head_ranks:
+            ranks = self.head_ranks
+            raise ValueError(f"{heads} heads cannot be split over {ranks} ranks. The number of ranks must divide {heads}.")
         # Chunk by chunk: tokens of two chunks that are adjacent here are not adjacent in the sequence.
-        return self._swapped(tensor_BHLD.split(self.chunk_size, dim=2), 1, 2)
+        return self._swapped(tensor_BHLD, self.chunk_size, 1, 2)
 
     def to_tokens(self, tensor_BHSD: Tensor) -> Tensor:
-        return self._swapped(tensor_BHSD.split(self.ranks * self.chunk_size, dim=2), 2, 1)
+        return self._swapped(tensor_BHSD, self.head_ranks * self.chunk_size, 2, 1)
 
     def keys_to_heads(self, tensor_BGLD: Tensor) -> Tensor:
         copies = self._copies(tensor_BGLD.shape[1])
@@ -100,23 +127,25 @@ class Ulysses(SequenceSharing):
         return total_BGLD.to(parts_BHLD.dtype)
 
     def _copies(self, key_heads: int) -> int:
-        return self.ranks // math.gcd(self.ranks, key_heads)
+        return self.head_ranks // math.gcd(self.head_ranks, key_heads)
 
-    def _swapped(self, chunks: Sequence[Tensor], cut: int, join: int) -> Tensor:
-        """Cut axis `cut` of each chunk into P pieces, send piece r to rank r, and join the received pieces along axis `join`.
+    def _swapped(self, tensor: Tensor, size: int, cut: int, join: int) -> Tensor:
+        """Cut axis `cut` of chunks of `size` tokens into pieces, send each rank its own, and join what arrives along axis `join`.
 
         The result is laid out in memory as (B, L, H, D), as projections make and consume heads: some families take a view of it.
         """
+        if self.heads is None:
+            return tensor
         parts = []
-        for chunk in chunks:
-            pieces = torch.stack(chunk.chunk(self.ranks, dim=cut))
+        for chunk in tensor.split(size, dim=2):
+            pieces = torch.stack(chunk.chunk(self.head_ranks, dim=cut))
             arrived = torch.empty_like(pieces)
-            dist.all_to_all_single(arrived, pieces, group=self.group)
+            dist.all_to_all_single(arrived, pieces, group=self.heads)
             parts.append(torch.cat([piece.transpose(1, 2) for piece in arrived.unbind(0)], dim=3 - join))
         return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)).transpose(1, 2)
 
     def own_heads(self, tensor_H: Tensor) -> Tensor:
-        return tensor_H.chunk(self.ranks)[self.rank]
+        return tensor_H.chunk(self.head_ranks)[self.head_rank]
 
     def most(self, *numbers: float) -> tuple[float, ...]:
         return tuple(max(of_ranks) for of_ranks in zip(*self.numbers_of_ranks(numbers), strict=True))

@@ -11,6 +11,7 @@ Shapes: B batch, T tokens of the whole sequence (of a slice in `sharing.position
 
 from __future__ import annotations
 
+import math
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from streamgrad.attention.masks import CausalMask, DenseMask, rows_without_keys
 from streamgrad.attention.trees import Tree, TreeMask
 from streamgrad.config import KEEP_POLICIES
 from streamgrad.engine.kv_chunk import SeamError
+from streamgrad.engine.ring import Ring
 from streamgrad.engine.ulysses import ALONE, SequenceSharing, Ulysses
 from streamgrad.hf.configs import layer_configs
 from streamgrad.hf.deepspeed import ulysses_group
@@ -40,16 +42,44 @@ _LOSS_ARGUMENTS = {"shift_labels", "num_items_in_batch"}
 
 @dataclass(frozen=True)
 class SequenceGroup:
-    """The process group of a model, which a copy of the model shares; `in_evaluation`: in evaluation mode too."""
+    """The process group of a model, which a copy of the model shares; with a ring, also the parts of it that this rank is in.
+
+    `in_evaluation`: in evaluation mode too.
+    """
 
     group: dist.ProcessGroup
     in_evaluation: bool = False
+    heads: dist.ProcessGroup | None = None
+    ring: dist.ProcessGroup | None = None
 
     def __deepcopy__(self, memo: dict[str, Any]) -> SequenceGroup:
         return self
 
+    @classmethod
+    def with_ring(cls, group: dist.ProcessGroup, ring: int, *, in_evaluation: bool = False) -> SequenceGroup:
+        """Make the groups of a ring of `ring` ranks, each of which trades heads with its neighbours in `group`."""
+        if ring == 1:
+            return cls(group, in_evaluation)
+        ranks, own = dist.get_process_group_ranks(group), dist.get_rank()
+        size = len(ranks) // ring
+        place = ranks.index(own)
+        first = place // size * size
+        heads = None if size == 1 else _part_of(group, ranks[first : first + size])
+        return cls(group, in_evaluation, heads, _part_of(group, ranks[place % size :: size]))
 
-def sequence_group(decoder: Any, given: SequenceGroup | None) -> dist.ProcessGroup | None:
+    def sharing(self, length: int, chunk_size: int, device: torch.device) -> Ulysses:
+        if self.ring is None:
+            return Ulysses(self.group, length, chunk_size, device)
+        return Ring(self.group, self.heads, self.ring, length, chunk_size, device)
+
+
+def _part_of(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
+    """Return a new group of some ranks, with the timeout of `group`; only these ranks need to call this."""
+    timeout = group._get_backend(group._device_types[0]).options._timeout
+    return dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+
+
+def sequence_group(decoder: Any, given: SequenceGroup | None) -> SequenceGroup | None:
     """Return the ranks that share this call's sequences, or None if the call has whole sequences.
 
     They are `given`, or else the group of DeepSpeed's own Ulysses (Accelerate's `sp_size`), whose attention function is not
@@ -64,8 +94,9 @@ def sequence_group(decoder: Any, given: SequenceGroup | None) -> dist.ProcessGro
                 "wrong. Call model.train(), or sequence_parallel(model, None) to leave the group."
             )
         return None
-    group = ulysses_group() if given is None else given.group
-    return None if group is None or dist.get_world_size(group) == 1 else group
+    if given is None and (group := ulysses_group()) is not None:
+        given = SequenceGroup(group)
+    return None if given is None or dist.get_world_size(given.group) == 1 else given
 
 
 def _refuse_context_parallel() -> None:
@@ -76,7 +107,7 @@ def _refuse_context_parallel() -> None:
         raise ValueError(
             f"cp_size={parallelism.cp_size} cuts sequences for torch's context_parallel, whose attention is not called while "
             "streaming. Set sp_size in its place (examples/accelerate_configs/ulysses.yaml), by which ranks share sequences "
-            "that are streamed."
+            "that are streamed, or call streamgrad.parallel.sequence_parallel(model, group, ring=...) in a loop of your own."
         )
 
 
@@ -84,7 +115,8 @@ def shared_sequence_group(model: Any) -> dist.ProcessGroup | None:
     """Return the ranks that share the sequences of a call of `model`, or None."""
     decoder = model.get_decoder()
     installed = InstalledForward.on(decoder)
-    return None if installed is None else sequence_group(decoder, installed.stream.group)
+    found = None if installed is None else sequence_group(decoder, installed.stream.group)
+    return None if found is None else found.group
 
 
 def with_whole_mask(model: Any, arguments: dict[str, Any]) -> dict[str, Any] | None:
@@ -105,15 +137,17 @@ def with_whole_mask(model: Any, arguments: dict[str, Any]) -> dict[str, Any] | N
     return arguments | {"attention_mask": sharing.gather(mask_BT.double()).to(mask_BT.dtype)}
 
 
-def check_heads(config: Any, ranks: int) -> None:
-    """Raise unless `ranks` divides the numbers of query heads: ranks that share a sequence share its heads as well."""
+def check_heads(config: Any, ranks: int, ring: int = 1) -> None:
+    """Raise unless `ranks / ring` divides the numbers of query heads, which so many ranks share beside the sequence."""
+    sharing = ranks // ring
     for each in layer_configs(config.get_text_config(decoder=True)):
         heads = each.num_attention_heads
-        if heads % ranks:
+        if heads % sharing:
+            least = ranks // math.gcd(ranks, heads)
             raise ValueError(
-                f"{heads} attention heads cannot be shared by {ranks} ranks: each rank needs an equal number of them. Choose a "
-                f"number of ranks that divides {heads}; that of the key/value heads need not be divisible. Ring attention, "
-                "by which more ranks than heads could share a sequence, is not implemented."
+                f"{heads} attention heads cannot be shared by {sharing} ranks: each rank needs an equal number of them. Choose a "
+                f"number of ranks that divides {heads}; that of the key/value heads need not be divisible. Or let fewer ranks "
+                f"share heads, and gather keys: sequence_parallel(model, group, ring={least})."
             )
 
 
@@ -164,15 +198,15 @@ class Slices(WholeSequences):
         self.sharing, self.documents_BT, self.padding_BT = sharing, documents_BT, padding_BT
 
     @classmethod
-    def of(cls, decoder: Any, arguments: dict[str, Any], group: dist.ProcessGroup, planner: Planner) -> Slices:
+    def of(cls, decoder: Any, arguments: dict[str, Any], group: SequenceGroup, planner: Planner) -> Slices:
         """Bring this rank's arguments into chunk order; raise for a call that cannot be cut into slices."""
         _refuse(decoder, arguments)
         name = next(name for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None)
         tokens, positions, padding = arguments[name], arguments.get("position_ids"), arguments.get("attention_mask")
         batch, length = tokens.shape[:2]
         _check_lengths(length, position_ids=positions, attention_mask=padding)
-        sharing = Ulysses(group, length, planner.chunk_size(batch, length), tokens.device)
-        check_heads(decoder.config, sharing.ranks)
+        sharing = group.sharing(length, planner.chunk_size(batch, length), tokens.device)
+        check_heads(decoder.config, sharing.ranks, sharing.ring_ranks)
         _check_agreement(sharing, batch, decoder, arguments, planner)
         if batch * length == 0:
             raise ValueError(

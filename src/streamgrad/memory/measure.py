@@ -127,11 +127,10 @@ class _WatchedStream(RecurrentStream):
         self.bytes_at_deposit = max(self.bytes_at_deposit, self._live.live_bytes)
         self._gradients = dkey_BGSD, dvalue_BGSD
 
-    def collect(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    def sums(self, start: int, stop: int) -> list[Tensor]:
         """Return zeros of the right shape: in padded rows, deposits may be for keys other than the chunk's own."""
         self._gradients = None
-        key_BGLD, value_BGLD = self.read(start, stop)
-        return torch.zeros_like(key_BGLD), torch.zeros_like(value_BGLD)
+        return [torch.zeros_like(tensor_BGLD) for tensor_BGLD in self.read(start, stop)]
 
 
 @dataclass
@@ -160,7 +159,9 @@ class _Trial:
         with saved:
             out_BLE = self.run(h_BLE, chunk)
         chunk.check_finished()
-        keys, kept = chunk.own or (), chunk.kept
+        # As many as this process holds for its tokens: where ranks share a sequence, copies and other ranks' as well.
+        keys = [tensor_BGTD[:, :, : self.sharing.ranks * h_BLE.shape[1]] for tensor_BGTD in chunk.stream.tensors]
+        kept = chunk.kept
         states = chunk.written.values() if isinstance(chunk, RecurrentChunk) else ()
         return {
             "input": max(h_BLE.nbytes, out_BLE.nbytes),

@@ -9,7 +9,7 @@ A loss that is no mean over tokens, such as DPO's, is computed from the scores o
 
     logprobs_BT = whole_sequence(streamgrad.token_logprobs(hidden_BTE, weight, targets_BT), group)
 
-`engine.ulysses` has the equations, `hf.sequence_slices` what happens to a call of the model.
+`engine.ulysses` and `engine.ring` have the equations, `hf.sequence_slices` what happens to a call of the model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from streamgrad.hf.sequence_slices import SequenceGroup, check_heads
 ModelT = TypeVar("ModelT")
 
 
-def sequence_parallel(model: ModelT, group: dist.ProcessGroup | None, *, in_evaluation: bool = False) -> ModelT:
+def sequence_parallel(model: ModelT, group: dist.ProcessGroup | None, *, ring: int = 1, in_evaluation: bool = False) -> ModelT:
     """Let the ranks of `group` share every sequence that the enabled `model` is given in training mode.
 
     With `in_evaluation`, they share it in evaluation mode too, as a reference model needs it that scores the policy's slices.
@@ -42,15 +42,37 @@ def sequence_parallel(model: ModelT, group: dist.ProcessGroup | None, *, in_eval
     Backward gives each rank its part of the gradient of the sum of all ranks' losses: the SUM over ranks is the gradient. Engines
     that average need `sequence_loss`. A model without a group uses the one that Accelerate's `sp_size` makes, and need not call
     this. `None` removes the model from its group. Returns `model`.
+
+    Args:
+        ring: how many ranks have the same heads. The P ranks of the group are `ring` groups of P / ring consecutive ones, which
+            trade tokens for heads, so P / ring divides the number of attention heads. Ranks with the same heads gather each
+            other's keys and values. With 1, all ranks trade heads; with P, none do. Every rank must call this at the same time,
+            as it makes process groups.
     """
     inner = unwrap(model)
     installed = InstalledForward.on(inner.get_decoder())
     if installed is None:
         raise ValueError(f"{type(inner).__name__} is not enabled. Call streamgrad.enable(model) before sequence_parallel.")
-    if group is not None:
-        check_heads(inner.config, dist.get_world_size(group))
-    installed.stream.group = None if group is None else SequenceGroup(group, in_evaluation)
+    if group is None:
+        installed.stream.group = None
+        return model
+    _check_ring(ring, group)
+    check_heads(inner.config, dist.get_world_size(group), ring)
+    installed.stream.group = SequenceGroup.with_ring(group, ring, in_evaluation=in_evaluation)
     return model
+
+
+def _check_ring(ring: int, group: dist.ProcessGroup) -> None:
+    """Raise on all ranks if one was given a ring that cannot be, or another one: they would wait for each other's groups."""
+    ranks = dist.get_process_group_ranks(group)
+    given = [1 for _ in ranks]
+    dist.all_gather_object(given, ring, group=group)
+    if len(set(given)) > 1:
+        raise ValueError(f"the ranks that share a sequence disagree about ring: {given}, from the first rank to the last.")
+    if ring < 1 or len(ranks) % ring:
+        raise ValueError(f"ring={ring} must be a number that divides the group's {len(ranks)} ranks.")
+    if ring > 1 and ranks != sorted(ranks):
+        raise ValueError(f"ring={ring} needs a group whose ranks are in increasing order, not {ranks}.")
 
 
 def sequence_loss(loss: Tensor, targets: Tensor, group: dist.ProcessGroup, *, ignore_index: int = -100) -> Tensor:
