@@ -71,6 +71,10 @@ class StreamConfig:
         fused_kernels (`str`, defaults to `"auto"`):
             Whether norms, rotary embeddings and gated activations run as one fused kernel each, in families whose code is
             known. `"auto"`: for 16-bit values on CUDA. `"on"`: always. `"off"`: never.
+        compile_layers (`bool`, defaults to `False`):
+            Whether to compile layers by torch.compile, for steps in which every layer keeps the ordinary graph and nothing runs
+            in chunks. The first such step takes some ten seconds longer, and later ones are faster where launches decide, at a
+            few thousand tokens. Layers that you compile yourself, by `layer.compile()`, run compiled in such steps anyway.
         memory_budget (`int` or `str`, *optional*):
             Device bytes that a step may use, weights included: a number, or for example `"80GiB"`. Defaults to what is free
             when the step begins.
@@ -83,6 +87,7 @@ class StreamConfig:
     recompute_layers: int | str = "auto"
     attention: str = "auto"
     fused_kernels: str = "auto"
+    compile_layers: bool = False
     memory_budget: int | str | None = None
 
     def __post_init__(self) -> None:
@@ -101,6 +106,8 @@ class StreamConfig:
                 )
             if value < 1:
                 raise ValueError(f"{name}={value} leaves no {counted} in a {place}. Pass at least 1, or 'auto'.")
+        if not isinstance(self.compile_layers, bool):
+            raise TypeError(f"compile_layers={self.compile_layers!r} must be True or False.")
         for name, choices in (
             ("keep", KEEP_POLICIES),
             ("offload", OFFLOAD_PLACES),

@@ -1,4 +1,7 @@
-"""What a chunk costs in Python: calls a chunk and layer beyond those of the layer's own forward, counted and not timed."""
+"""What a chunk costs in Python: calls a chunk and layer beyond those of the layer's own forward, counted and not timed.
+
+And what a plain step costs, in which nothing runs in chunks.
+"""
 
 from __future__ import annotations
 
@@ -53,3 +56,16 @@ def test_python_calls_of_a_chunk(keep, forward, backward):
     of_chunk, of_layer = (many - few) / (8 * LAYERS), (stock[1] - stock[0])[0]
     ratios = (of_chunk / of_layer).tolist()
     assert ratios[0] <= forward and ratios[1] <= backward, ratios
+
+
+def test_python_calls_of_a_plain_step():
+    """A layer costs the calls of a stock layer, and a step those of a few layers besides, most of them around the head."""
+    stock, plain = [], []
+    for layers in (4, 12):
+        model = tiny_model("qwen3", dtype=torch.float32, num_hidden_layers=layers)
+        stock.append(step_calls(model, CHUNK))
+        streamgrad.enable(model, keep="all")
+        plain.append(step_calls(model, CHUNK))
+    of_layer = [((many - few) / 8).tolist() for few, many in (stock, plain)]
+    assert of_layer[1][0] <= 1.1 * of_layer[0][0], of_layer
+    assert (plain[0] - stock[0])[0] <= 8 * of_layer[0][0], (plain, stock)

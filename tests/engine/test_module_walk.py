@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from lora import with_lora
-from streamgrad.engine.module_walk import modules_of, parameters_of, trainable_parameters
+from streamgrad.engine.module_walk import modules_of, parameters_by_depth, parameters_of, trainable_parameters
 from tiny import FAMILIES, tiny_model
 
 
 def assert_same_walks(root: nn.Module) -> None:
     assert list(map(id, modules_of(root))) == list(map(id, root.modules()))
     assert list(map(id, parameters_of(root))) == list(map(id, root.parameters()))
+    assert set(map(id, parameters_by_depth(root))) == set(map(id, root.parameters()))
     assert list(map(id, trainable_parameters(root))) == [id(p) for p in root.parameters() if p.requires_grad]
 
 

@@ -122,7 +122,7 @@ def test_the_table_of_options_is_that_of_the_configuration():
         "fused_kernels": FUSED_KERNEL_MODES,
     }
     for option in dataclasses.fields(StreamConfig):
-        default = "what is free" if option.default is None else f'`"{option.default}"`'
+        default = "what is free" if option.default is None else f"`{option.default!r}`".replace("'", '"')
         assert rows[option.name].startswith(f"{default} | ")
         assert all(f'`"{choice}"`' in rows[option.name] for choice in choices.get(option.name, ()))
 

@@ -28,7 +28,7 @@ PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "deepspeed")
 
 # Private names that src/ uses, by where they are. A file is named for what its code sets at run time.
 PRIVATE = {
-    "torch": "_C _subclasses",
+    "torch": "_C _dynamo _functorch _subclasses",
     "torch.Tensor": "_backward_hooks _is_view _make_wrapper_subclass _post_accumulate_grad_hooks _version",
     "torch.UntypedStorage": "_cdata",
     "torch._C": "_autograd _current_graph_task_id _dynamo _functorch _len_torch_function_stack _nn",
@@ -74,6 +74,7 @@ PRIVATE = {
 
 # Names without an underscore that are no more promised than those. (What is imported, or read from a module, is found by itself.)
 UNDOCUMENTED = {
+    "torch._functorch.config": "force_non_lazy_backward_lowering",
     "torch.Tensor": "grad_dtype",
     "an adapter": "lora_variant merged_adapters scaling",
     "peft/peft_model.py": "get_base_model",

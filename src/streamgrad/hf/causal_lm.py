@@ -24,7 +24,7 @@ from streamgrad.config import StreamConfig
 from streamgrad.engine.guards import protect_gradients
 from streamgrad.engine.in_use import InUse
 from streamgrad.engine.kv_chunk import SeamError, UnknownSeamAttribute
-from streamgrad.engine.module_walk import modules_of, parameters_of
+from streamgrad.engine.module_walk import modules_of, parameters_by_depth
 from streamgrad.engine.shortage import ShortOfMemory
 from streamgrad.head.cross_entropy import mean_of, summed_cross_entropy
 from streamgrad.head.linear_head import LogitMap
@@ -229,7 +229,7 @@ def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream,
             with masks_by_chunk(model, arguments):
                 output = stock(*args, **kwargs)
             if torch.is_grad_enabled():
-                protect_gradients(output[0], lambda: parameters_of(model))
+                protect_gradients(output[0], lambda: parameters_by_depth(model))
                 _announce_full_logits(model, output, arguments, reason)
             return output
         refuse_backward_hooks(model.get_output_embeddings())
@@ -249,7 +249,7 @@ def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream,
             if job.is_started and (decoder := InstalledForward.on(model.get_decoder())) is not None:
                 error.args = (f"{error} {decoder.stream.planner.note_shortage()}".rstrip(),)
             raise
-    protect_gradients(output[0], lambda: parameters_of(model))
+    protect_gradients(output[0], lambda: parameters_by_depth(model))
     if isinstance(output, tuple):
         return tuple(NoLogits() if isinstance(item, LogitsPlaceholder) else item for item in output)
     output["logits"] = NoLogits()

@@ -28,13 +28,14 @@ from streamgrad.engine.host_offload import HostStore
 from streamgrad.engine.in_use import InUse
 from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.layer import StreamedCall
-from streamgrad.engine.module_walk import modules_of, parameters_of
+from streamgrad.engine.module_walk import modules_of, parameters_by_depth, parameters_of
 from streamgrad.engine.recurrent_chunk import RecurrentCall
 from streamgrad.engine.replay import DRAWING
 from streamgrad.engine.segment import Joint
 from streamgrad.engine.shortage import naming_shortage
 from streamgrad.engine.trial import identity
 from streamgrad.hf.call_checks import drop_cache, refuse_what_needs_whole_layers
+from streamgrad.hf.compiled_layers import LayerCompiler
 from streamgrad.hf.deepspeed import is_partitioned
 from streamgrad.hf.discover import (
     attention_configs,
@@ -60,6 +61,7 @@ from streamgrad.hf.patching import (
     temporary_attributes,
 )
 from streamgrad.hf.peft import PEFT_ADAPTERS
+from streamgrad.hf.plain_pass import plain_layers, whole_step
 from streamgrad.hf.recorded import Recorder
 from streamgrad.hf.seams import NotCausal, layer_mask, streamed_attention_in, with_documents
 from streamgrad.hf.sequence_slices import SequenceGroup, Slices, WholeSequences, sequence_group
@@ -78,6 +80,7 @@ class DecoderStream:
     config: StreamConfig
     backends: Kernels = field(init=False)
     planner: Planner = field(init=False)
+    compiler: LayerCompiler = field(init=False)
     host_store: HostStore = field(default_factory=HostStore)
     in_use: InUse = field(default_factory=InUse)
     head: HeadFacts | None = None  # in the call that is under way, where the head is streamed too
@@ -88,6 +91,7 @@ class DecoderStream:
     def __post_init__(self) -> None:
         self.backends = backends_named(self.config.attention)
         self.planner = Planner(self.config)
+        self.compiler = LayerCompiler(wanted=self.config.compile_layers)
 
 
 def decoder_forward(decoder: Any, stock: Callable[..., Any], stream: DecoderStream, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +116,7 @@ def decoder_forward(decoder: Any, stock: Callable[..., Any], stream: DecoderStre
     except SeamError as error:
         raise cannot_be_streamed(decoder, error, enabled=True) from error
     if stream.head is None:  # else a gradient reaches the streamed head first, which lets all of the model be protected
-        protect_gradients(output[0], lambda: parameters_of(decoder))
+        protect_gradients(output[0], lambda: parameters_by_depth(decoder))
     return output
 
 
@@ -176,8 +180,19 @@ def _streamed(decoder: Any, stock: Callable[..., Any], stream: DecoderStream, se
     def told() -> str:
         return f"while {type(decoder).__name__} ran forward, outside of its layers. A shorter sequence takes less."
 
-    with naming_shortage(told), _streamed_layers(decoder, stream, sequences), sequences.masks():
-        return sequences.output(stock(**sequences.arguments))
+    planner, layers, arguments = stream.planner, decoder_layers(decoder), sequences.arguments
+    alone = sequences.tree is None and sequences.sharing.ranks == 1
+    step = whole_step(decoder, layers, stream.config, arguments, stream.head) if alone else None
+    with naming_shortage(told):
+        if step is not None and planner.keeps_everything(step, decoder, len(layers)):
+            stream.backends.used.add("sdpa")
+            around = partial(plain_layers, decoder, layers, step.device, stream.config, stream.compiler)
+            return stream.compiler.run(around, stock, arguments)
+        with _streamed_layers(decoder, layers, stream, sequences), sequences.masks():
+            output = sequences.output(stock(**arguments))
+    if step is not None:
+        planner.note_whole(step)
+    return output
 
 
 def _should_stream(decoder: Any, stream: DecoderStream, arguments: dict[str, Any]) -> bool:
@@ -198,8 +213,7 @@ def _should_stream(decoder: Any, stream: DecoderStream, arguments: dict[str, Any
 
 
 @contextmanager
-def _streamed_layers(decoder: Any, stream: DecoderStream, sequences: WholeSequences) -> Iterator[None]:
-    layers = decoder_layers(decoder)
+def _streamed_layers(decoder: Any, layers: list[nn.Module], stream: DecoderStream, sequences: WholeSequences) -> Iterator[None]:
     call = _DecoderCall(decoder, layers, stream, sequences)
     with ExitStack() as restore:
         rest = modules_of(decoder, but_for=layers)

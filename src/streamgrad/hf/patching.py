@@ -105,7 +105,8 @@ def _warn_of_compile(module: nn.Module) -> None:
         module,
         "compile",
         f"streamgrad: torch.compile of {type(module).__name__} is passed over, as it runs in chunks while streaming. Leave it "
-        "out; fused_kernels= speeds up what it would have fused. Modules inside of layers may be compiled.",
+        "out; fused_kernels= speeds up what it would have fused. Modules inside of layers may be compiled, and layers, by "
+        "layer.compile() or compile_layers=True, for steps in which each of them keeps its whole graph.",
     )
 
 

@@ -37,6 +37,7 @@ class Status:
     tokens: int  # a row
     kernels: tuple[str, ...]  # that computed attention so far
     peak_bytes: int  # the most that this process has had so far: of tensors on a GPU, of all its memory on a CPU
+    compile_seconds: float | None = None  # that compiling layers took, where `compile_layers` has done so
 
     @property
     def expected_peak_bytes(self) -> float | None:
@@ -70,6 +71,8 @@ class Status:
             "expected peak": readable(expected) if expected else "not planned: no memory_budget was given, and this is no GPU",
             "peak so far": f"{readable(self.peak_bytes)}, {counted}",
         }
+        if self.compile_seconds is not None:
+            lines["layers"] = f"compiled, in {self.compile_seconds:.0f} s of the first step"
         if self.plan.host_bytes:
             lines["on the host"] = readable(self.plan.host_bytes)
         return "\n".join([f"{self.model_class} is streamed", *(f"  {name:<15}{text}" for name, text in lines.items())])
@@ -100,6 +103,7 @@ def status(model: Any) -> Status:
         tokens=tokens,
         kernels=() if stream is None else tuple(sorted(stream.backends.used)),
         peak_bytes=peak_bytes_so_far(device),
+        compile_seconds=None if stream is None else stream.compiler.seconds,
     )
 
 

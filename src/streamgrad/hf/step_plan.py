@@ -7,9 +7,9 @@ plan = planner.plan(call, costs)                                      the fastes
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -28,6 +28,7 @@ from streamgrad.hf.freed_gradient import held_gradient
 from streamgrad.hf.in_backward import updates_of
 from streamgrad.hf.patching import InstalledForward, temporary_attribute
 from streamgrad.hf.quantized import bytes_of
+from streamgrad.hf.whole_step import WholePlan, WholeStep
 from streamgrad.memory.costs import LayerCosts
 from streamgrad.memory.device import device_memory, host_budget_bytes, segments_grow, usable_share
 from streamgrad.memory.head_chunk import SHORTEST_CHUNK
@@ -100,10 +101,13 @@ class Planner:
         # Whether hooks of others on parameters free the gradients, as far as has been seen.
         self.hooks_free: bool | None = None
         self._latest_step: tuple[StepFacts, int, Choices, Budget] | None = None
+        self._resident_bytes = 0.0  # when the latest plan was made
+        self._whole: dict[Hashable, WholePlan] = {}  # by the manner of steps
 
     def note_shortage(self) -> str:
         """Plan for less memory from now on, where that is left to the plan; return what to say of it and what would fit."""
         told = []
+        self._whole.clear()
         if self.config.keep == "auto":
             self._shortages += 1
             told.append("From now on, steps are planned for less memory; streamgrad.disable and enable forget that.")
@@ -171,6 +175,7 @@ class Planner:
         """Return the fastest plan that fits the memory there is now; raise `ValueError` where the user's own limit is too low."""
         batch, sequence = call.h_BTE.shape[:2]
         resident, budget = self._memory_now(call)
+        self._resident_bytes = resident
         choices = self._choices(call)
         for hooks_free in self._possible_frees(call):
             facts = _step_facts(call, costs, resident, budget, hooks_free=hooks_free)
@@ -187,6 +192,34 @@ class Planner:
             self._shape_with_segments = call.h_BTE.shape
         self.latest, self.latest_shape = plan, (batch, sequence)
         return plan
+
+    def note_whole(self, step: WholeStep) -> None:
+        """Remember what `step` needed, if by its plan, the latest, it has kept all graphs: from now on such steps run plain."""
+        known, plan = self._whole.get(step.manner), self.latest
+        if plan is None or self._latest_step is None or any(policy.keep != "all" for policy in plan.policies):
+            return
+        if known is None or known.tokens < step.tokens:
+            facts, more = self._latest_step[0], plan.peak_bytes - self._resident_bytes
+            self._whole[step.manner] = WholePlan(step.tokens, plan, more, facts.layers * facts.costs.attention)
+
+    def keeps_everything(self, step: WholeStep, decoder: nn.Module, layers: int) -> bool:
+        """Return whether all layers of a step may keep their graphs, by a plan for as many tokens and the memory there is now."""
+        on_cuda, limit = step.device.type == "cuda", self.config.budget_bytes
+        if self.config.keep == "all" and limit is None and not on_cuda:
+            if self.latest_shape != (step.rows, step.sequence):
+                self.plan_without_costs(layers, step.rows, step.sequence)
+            return True
+        known = self._whole.get(step.manner)
+        if known is None or known.tokens < step.tokens:
+            return False
+        held, free = device_memory(step.device) if on_cuda else (_bytes_of(decoder), float("inf"))
+        budget = Budget(min(usable_share() * free, limit or float("inf")), 0.0)
+        peak = held + known.more_bytes_for(step)
+        if peak > _lowered(budget, held, self._shortages).device_bytes:
+            return False
+        self.latest = replace(known.plan, peak_bytes=peak, chunk_sizes=(step.sequence,) * layers)
+        self.latest_shape = step.rows, step.sequence
+        return True
 
     def _possible_frees(self, call: PlannedCall) -> list[bool]:
         """Return whether hooks of others free gradients, as seen; before the first step, both answers, the safe one first."""

@@ -76,6 +76,7 @@ _STREAM_HELP = {
     "recompute_layers": "layers of which only the first keeps its input, and which backward runs once more, or auto.",
     "attention": f"the attention kernel: {', '.join(ATTENTION_BACKENDS)}.",
     "fused_kernels": f"norms, rotary embeddings and gated activations as one kernel each: {', '.join(FUSED_KERNEL_MODES)}.",
+    "compile_layers": "compile layers by torch.compile, for steps so short that every layer keeps its graph.",
     "memory_budget": "device memory that a step may use, weights included, for example 80GiB; by default, what is free.",
     "optimizer_in_backward": "update parameters in backward, freeing gradients; max_grad_norm clips by the last step's norm.",
     "share_prompts": "whether rows with equal prompts compute them once, to the same losses, metrics and gradients.",
@@ -94,7 +95,8 @@ _BOUNDS = ("max_grad_norm", "epsilon", "epsilon_high", "delta")
 
 def _stream_arguments(trainer: type) -> type:
     """Return the options of `StreamConfig` and of the trainer as a dataclass that TRL's parser can read."""
-    options: list[Any] = [(option.name, str | None, option.default) for option in dataclasses.fields(StreamConfig)]
+    known = dataclasses.fields(StreamConfig)
+    options: list[Any] = [(each.name, bool if each.default is False else str | None, each.default) for each in known]
     options += [("optimizer_in_backward", bool, False)]
     options += [("share_prompts", bool, True)] if issubclass(trainer, Sharing) else []
     fields = [
