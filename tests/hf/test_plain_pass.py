@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -10,7 +12,9 @@ import streamgrad
 from gradients import assert_same_step, more, no_float32, run_step
 from lora import with_lora
 from streamgrad.engine.layer import StreamedCall
-from streamgrad.hf import compiled_layers, plain_pass
+from streamgrad.hf import compiled_layers, plain_pass, whole_attention
+from streamgrad.hf.seams import attention_replaced_in
+from streamgrad.hf.whole_step import WholeStep
 from tiny import FAMILIES, tiny_model, tokens
 
 
@@ -235,6 +239,41 @@ def test_one_graph_serves_all_layers_and_lengths(whose, graphs, streamed):
         assert_same_step(run_step(model, labelled(length)), step, 1e-6)  # stock losses are made in float32
     assert len(graphs) == 1 and streamed == [0]
     assert (streamgrad.status(model).compile_seconds is not None) == (whose == "ours")
+
+
+@compiling
+def test_compiled_layers_attend_by_the_operator(graphs, monkeypatch):
+    """As they do on a GPU, by the kernel that is the fastest there."""
+
+    def replaced(step, decoder, configs, layers):
+        return attention_replaced_in(configs, whole_attention._NAME)
+
+    monkeypatch.setattr(plain_pass, "fastest_attention", replaced)
+    monkeypatch.setattr(whole_attention, "_has_kernels", lambda *operands: True)
+    model = tiny_model("qwen3")
+    for kind in ("plain", "right_padded"):  # the latter has a mask
+        batch = batches.KINDS[kind](model)
+        expected = run_step(model, batch)
+        streamgrad.enable(model, keep="all", compile_layers=True)
+        assert_same_step(run_step(model, batch), expected, 1e-6)
+        streamgrad.disable(model)
+    found = ["causal_attention" in graph.print_readable(print_output=False) for graph in graphs]
+    assert found == [True, False]
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(("is_worth", "masked"), [(True, False), (False, False), (True, True)])
+def test_cudnn_comes_first_where_it_is_worth_its_plan(is_worth, masked, monkeypatch):
+    """Whatever takes part in the choice is told here, as there is no GPU; kernels are chosen by torch."""
+    asked = []
+    monkeypatch.setattr(whole_attention.PRICES, "is_worth", lambda shape, flops: not asked.append((shape, flops)) and is_worth)
+    model = tiny_model("qwen3")
+    step = WholeStep("manner", 2, 100, torch.device("cuda", 0), masked, compiled=False)
+    context = whole_attention.fastest_attention(step, model.model, [model.config], 2)
+    assert isinstance(context, nullcontext) == (masked or not is_worth)
+    if not masked:
+        ((_, flops),) = asked
+        assert flops == 2 * 14 * 2 * 4 * 8 * 100**2 / 2  # layers, FLOPs a pair, rows, heads, their size, pairs
 
 
 @compiling

@@ -186,7 +186,7 @@ def _streamed(decoder: Any, stock: Callable[..., Any], stream: DecoderStream, se
     with naming_shortage(told):
         if step is not None and planner.keeps_everything(step, decoder, len(layers)):
             stream.backends.used.add("sdpa")
-            around = partial(plain_layers, decoder, layers, step.device, stream.config, stream.compiler)
+            around = partial(plain_layers, decoder, layers, step, stream.config, stream.compiler)
             return stream.compiler.run(around, stock, arguments)
         with _streamed_layers(decoder, layers, stream, sequences), sequences.masks():
             output = sequences.output(stock(**arguments))

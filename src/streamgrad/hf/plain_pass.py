@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from streamgrad.config import StreamConfig
 from streamgrad.engine.module_walk import modules_of, parameters_of
 from streamgrad.hf.compiled_layers import LayerCompiler
-from streamgrad.hf.discover import sliding_window
+from streamgrad.hf.discover import attention_configs, sliding_window
 from streamgrad.hf.fusion import Fusion
 from streamgrad.hf.layer_args import DOCUMENTS
 from streamgrad.hf.patching import not_checkpointed
 from streamgrad.hf.quantized import never_packed
+from streamgrad.hf.whole_attention import fastest_attention
 from streamgrad.hf.whole_step import WholeStep
 from streamgrad.memory.planner import HeadFacts
 
@@ -49,8 +50,10 @@ def whole_step(
         return None  # of a checkpoint, perhaps, which would run the step again and expect it to save the same tensors
     rows, sequence = tokens.shape[:2]
     masked = _may_need_mask(decoder, arguments, sequence)
-    if masked and sequence > _MASKED_TOKENS and _needs_mask(decoder, arguments, sequence):
-        return None
+    if masked and sequence > _MASKED_TOKENS:
+        if _needs_mask(decoder, arguments, sequence):
+            return None
+        masked = False
     manner = _manner(layers[0], arguments, tokens, head)
     compiled = config.compile_layers or layers[0]._compiled_call_impl is not None
     return WholeStep(manner, rows, sequence, tokens.device, masked, compiled)
@@ -88,7 +91,7 @@ def _manner(layer: nn.Module, arguments: dict[str, Any], tokens: Tensor, head: H
 
 @contextmanager
 def plain_layers(
-    decoder: Any, layers: list[nn.Module], device: torch.device, config: StreamConfig, compiler: LayerCompiler
+    decoder: Any, layers: list[nn.Module], step: WholeStep, config: StreamConfig, compiler: LayerCompiler
 ) -> Iterator[None]:
     """Let the decoder run as it is within the block, with fused or compiled parts, and nothing checkpointed that is kept."""
     compiled = [layer for layer in layers if compiler.compiles(layer)]
@@ -97,10 +100,12 @@ def plain_layers(
             restore.enter_context(never_packed(modules_of(decoder)))
         if any(layer.__dict__.get("gradient_checkpointing") for layer in layers):
             restore.enter_context(not_checkpointed(modules_of(decoder)))
-        if config.fused_kernels == "on" or (config.fused_kernels == "auto" and device.type == "cuda"):
+        if config.fused_kernels == "on" or (config.fused_kernels == "auto" and step.device.type == "cuda"):
             by_compiler = [*compiled, *(layer for layer in layers if layer._compiled_call_impl is not None)]
             modules = modules_of(decoder, but_for=by_compiler)
             restore.enter_context(Fusion(modules, mode=config.fused_kernels).installed())
+        configs = attention_configs([decoder, *modules_of(layers[0])])
+        restore.enter_context(fastest_attention(step, decoder, configs, len(layers)))
         if compiled:
             restore.enter_context(compiler.installed(compiled))
         yield

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,9 +99,14 @@ _replaced: dict[int, tuple[str | None, int]] = {}
 _replacing = threading.Lock()
 
 
-@contextmanager
-def streamed_attention_in(configs: Sequence[Any]) -> Iterator[None]:
+def streamed_attention_in(configs: Sequence[Any]) -> AbstractContextManager[None]:
     """Let attention modules and mask functions that read one of `configs` use the two seams within the block."""
+    return attention_replaced_in(configs, IMPLEMENTATION)
+
+
+@contextmanager
+def attention_replaced_in(configs: Sequence[Any], name: str) -> Iterator[None]:
+    """Let attention modules and mask functions that read one of `configs` use those that are registered as `name`."""
     entered = []
     try:
         for config in configs:
@@ -110,7 +115,7 @@ def streamed_attention_in(configs: Sequence[Any]) -> Iterator[None]:
                 entered.append(config)
                 _replaced[id(config)] = before, calls + 1
                 # Not by the public setter, which also writes into sub-configs: these may belong to other towers.
-                config._attn_implementation_internal = IMPLEMENTATION
+                config._attn_implementation_internal = name
         yield
     finally:
         for config in entered:

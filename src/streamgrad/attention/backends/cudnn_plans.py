@@ -27,9 +27,13 @@ class PlanPrices:
     def is_worth_a_plan(self, query_BHLD: Tensor, key_BGSD: Tensor, causal: bool) -> bool:
         """Return whether to run the block on cuDNN; if not, count a call on flash. Call it before each forward and backward."""
         shape = (*query_BHLD.shape, *key_BGSD.shape[1:3], query_BHLD.dtype, query_BHLD.device.index, causal)
+        return self.is_worth(shape, _flops(query_BHLD, key_BGSD, causal))
+
+    def is_worth(self, shape: tuple[Any, ...], flops: float) -> bool:
+        """Return whether a shape has lost so much on flash that it is worth a plan; if not, count so many FLOPs there."""
         lost = self._lost_seconds.pop(shape, 0.0)
         is_worth = lost >= PLAN_SECONDS
-        self._lost_seconds[shape] = lost if is_worth else lost + FLASH_LOSS * _flops(query_BHLD, key_BGSD, causal)
+        self._lost_seconds[shape] = lost if is_worth else lost + FLASH_LOSS * flops
         if len(self._lost_seconds) > SHAPES:
             del self._lost_seconds[next(iter(self._lost_seconds))]
         return is_worth
@@ -39,7 +43,12 @@ def _flops(query_BHLD: Tensor, key_BGSD: Tensor, causal: bool) -> float:
     """Return half the FLOPs of forward (4 per pair and head dimension) and backward (10) together."""
     rows, keys = query_BHLD.shape[2], key_BGSD.shape[2]
     pairs = rows * keys - (rows * rows / 2 if causal else 0)
-    return 7.0 * query_BHLD.shape[0] * query_BHLD.shape[1] * query_BHLD.shape[3] * pairs
+    return attention_flops(query_BHLD.shape[0], query_BHLD.shape[1], query_BHLD.shape[3], pairs)
+
+
+def attention_flops(batch: int, heads: int, size: int, pairs: float) -> float:
+    """Return half the FLOPs of forward and backward over so many pairs of a query and a key."""
+    return 7.0 * batch * heads * size * pairs
 
 
 PRICES = PlanPrices()
