@@ -24,7 +24,6 @@ from streamgrad.engine.module_walk import modules_of, parameters_of
 from streamgrad.engine.policy import LayerPolicy
 from streamgrad.engine.ulysses import SequenceSharing
 from streamgrad.hf.discover import decoder_layers
-from streamgrad.hf.freed_gradient import held_gradient
 from streamgrad.hf.in_backward import updates_of
 from streamgrad.hf.patching import InstalledForward, temporary_attribute
 from streamgrad.hf.quantized import bytes_of
@@ -45,6 +44,7 @@ from streamgrad.memory.planner import (
     longest_that_fits,
     readable,
 )
+from streamgrad.ops.freed_gradient import held_gradient
 
 logger = logging.getLogger("streamgrad")
 

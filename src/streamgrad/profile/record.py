@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from streamgrad.hf.freed_gradient import held_gradient
 from streamgrad.memory.live_bytes import LiveBytes
+from streamgrad.ops.freed_gradient import held_gradient
 from streamgrad.ops.memory_label import Listener, current_label, listen, stop_listening
 from streamgrad.profile.labels import CATEGORY_OF_LABEL, Sizes, category_of
 from streamgrad.profile.timeline import Ledger, Timeline

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamgrad.hf.freed_gradient import held_gradient
+from streamgrad.ops.freed_gradient import held_gradient
 from streamgrad.ops.memory_label import Listener, listen, memory_label, stop_listening
 from streamgrad.profile.labels import CATEGORY_OF_LABEL, Sizes, category_of
 from streamgrad.profile.record import Recorder, standing_tensors
