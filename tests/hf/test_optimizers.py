@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 
 import streamgrad
 from gradients import more, relative_error
+from offload_without_gpu import offload_without_gpu
 from streamgrad.hf.patching import InstalledForward
 from tiny import tiny_model, tokens
 
@@ -114,29 +113,13 @@ def test_options_that_bitsandbytes_has_for_one_parameter(monkeypatch):
 # --- Gradients and states on the host ---------------------------------------------------------------------------------------
 
 
-class _Stream:
-    """Stands in for a stream of a GPU: everything is done at once."""
-
-    def wait_stream(self, other: object) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def record_event(self) -> _Stream:
-        return self
-
-
 @pytest.fixture(params=DEVICES)
 def host_optimizer(request, monkeypatch):
     """torchao's optimizer and a device. It asks for a GPU: without one, its copies go from the CPU to the CPU."""
     kind = optimizer_class("torchao.optim.CPUOffloadOptimizer")
     if request.param == "cuda":
         return kind, "cuda"
-    monkeypatch.setattr("torchao.optim.cpu_offload.get_available_devices", lambda: ["cpu", "cuda"])
-    stock = torch.empty_like
-    monkeypatch.setattr(torch, "empty_like", lambda *args, pin_memory=False, **options: stock(*args, **options))
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-    for name, stand_in in {"Stream": _Stream, "current_stream": _Stream, "stream": contextlib.nullcontext}.items():
-        monkeypatch.setattr(torch.cuda, name, stand_in)
+    offload_without_gpu(monkeypatch)
     return kind, "cpu"
 
 

@@ -54,6 +54,14 @@ def test_layers_that_are_recomputed_keep_nothing():
     assert "each of 2 layers keeps its input, 2 keep nothing and have their input made again" in told
 
 
+def test_an_optimizer_in_backward_is_named(model):
+    streamgrad.enable(model, chunk_size=5)
+    streamgrad.optimizer_in_backward(model, torch.optim.SGD, lr=1e-2)
+    step(model)
+    seen = streamgrad.status(model)
+    assert "; optimizer SGD in backward; expected peak" in seen.first_line and "optimizer      SGD in backward" in str(seen)
+
+
 def test_what_is_no_model_is_named():
     with pytest.raises(TypeError, match="model is a Linear"):
         streamgrad.status(torch.nn.Linear(2, 2))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 from datasets import Dataset
@@ -10,10 +14,12 @@ from transformers import Trainer, TrainingArguments
 
 import streamgrad
 from gradients import no_float32, worst_gradient_error
+from offload_without_gpu import offload_without_gpu
 from streamgrad.cli.train import save_embedded_model
 from streamgrad.hf.in_backward import updates_of
 from streamgrad.trl.command import Command
 from streamgrad.trl.command import train as train_by
+from streamgrad.trl.optimizer_place import check_optimizer_place
 from tiny import tiny_model, tokens
 
 DATASET = [{"input_ids": tokens(1, 20, seed=i)[0], "labels": tokens(1, 20, seed=i)[0]} for i in range(8)]
@@ -87,31 +93,53 @@ def test_what_a_trainer_cannot_ask_for(tmp_path, options, match):
     assert all(map(torch.equal, before, run.model.parameters()))
 
 
+@pytest.mark.parametrize("place", ["in-backward", "host"])
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_the_command_has_a_flag(tmp_path):
-    """With the groups of weight decay that a Trainer makes; the flag alone would change nothing but memory."""
+def test_the_command_has_a_flag(place, tmp_path, monkeypatch, caplog):
+    """With the groups of weight decay and the scheduler that a Trainer makes; the flag changes nothing but memory."""
+    if place == "host":
+        pytest.importorskip("torchao.optim", reason="needs torchao: pip install torchao")
+        offload_without_gpu(monkeypatch)
+    caplog.set_level(logging.INFO, logger="streamgrad")
     save_embedded_model(tmp_path / "model")
     data = {"train": Dataset.from_dict({"text": ["abcdefgh" * 4, "hgfedcba" * 3] * 4})}
-    words = ["--model_name_or_path", str(tmp_path / "model"), "--use_cpu", "--bf16", "false", "--max_steps", "2"]
-    words += [
-        "--max_grad_norm",
-        "0",
-        "--weight_decay",
-        "0.1",
-        "--learning_rate",
-        "1e-2",
-        "--report_to",
-        "none",
-        "--dtype",
-        "float32",
-    ]
-    weights = []
-    for flag in ([], ["--optimizer_in_backward"]):
-        out = tmp_path / f"out{len(flag)}"
-        run = train_by(Command.parse("sft", [*words, "--output_dir", str(out), *flag]), dataset=data)
-        assert (updates_of(run.model.model.norm.weight) is not None) == bool(flag)
-        assert len(run.optimizer.param_groups) == 2
+    words = f"--model_name_or_path {tmp_path / 'model'} --use_cpu --bf16 false --max_steps 3 --max_grad_norm 0 --weight_decay 0.1"
+    words = f"{words} --learning_rate 1e-2 --report_to none --dtype float32".split()
+    weights, optimizers = [], []
+    for flag in ("adamw", place):
+        out = tmp_path / flag
+        run = train_by(Command.parse("sft", [*words, "--output_dir", str(out), "--optimizer", flag]), dataset=data)
+        optimizers.append(run.optimizer.optimizer)
         weights.append(load_file(out / "model.safetensors"))
     assert worst_gradient_error(weights[1], weights[0])[0] < 1e-6
+    assert [updates_of(run.model.model.norm.weight), optimizers[1]][place == "host"] is optimizers[1]
+    names = ["AdamW", "AdamW in backward" if place == "in-backward" else "CPUOffloadOptimizer"]
+    told = [record.getMessage() for record in caplog.records if "is streamed" in record.getMessage()]
+    assert len(told) == 2 and all(f"; optimizer {name}; expected peak" in line for name, line in zip(names, told, strict=True))
     with pytest.raises(ValueError, match="gradient_accumulation_steps=2 adds gradients"):
-        train_by(Command.parse("sft", [*words, "--optimizer_in_backward", "--gradient_accumulation_steps", "2"]), dataset=data)
+        train_by(Command.parse("sft", [*words, "--optimizer", place, "--gradient_accumulation_steps", "2"]), dataset=data)
+
+
+def test_choices_of_the_command(monkeypatch):
+    parse = partial(Command.parse, "sft")
+    place = ["--use_cpu", "--bf16", "false"]
+    assert parse([*place, "--optimizer", "adamw8bit"]).training.optim == "adamw_8bit"
+    assert parse([*place, "--optim", "sgd"]).training.optim == "sgd"
+    with pytest.raises(ValueError, match="one of adamw, adamw8bit, in-backward, host, got 'none'"):
+        parse([*place, "--optimizer", "none"])
+    with pytest.raises(ValueError, match="--optimizer adamw8bit and --optim sgd"):
+        parse([*place, "--optimizer", "adamw8bit", "--optim", "sgd"])
+    check = partial(check_optimizer_place, in_backward=False, on_host=True)
+    monkeypatch.setattr("streamgrad.trl.optimizer_place.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="needs torchao.*pip install torchao"):
+        check(SimpleNamespace(max_grad_norm=0.0))
+    monkeypatch.undo()
+    monkeypatch.setattr("streamgrad.trl.optimizer_place.find_spec", lambda name: name)
+    with pytest.raises(ValueError, match=r"max_grad_norm=1.0 .*left for the host.*optimizer_in_backward=True"):
+        check(SimpleNamespace(max_grad_norm=1.0))
+    with pytest.raises(ValueError, match="fp16=True scales the loss.*bf16=True"):
+        check(SimpleNamespace(fp16=True), in_backward=True, on_host=False)
+    with pytest.raises(ValueError, match="one process, got 2"):
+        check(SimpleNamespace(max_grad_norm=0.0, world_size=2))
+    with pytest.raises(ValueError, match="two places"):
+        check(SimpleNamespace(), in_backward=True)

@@ -16,7 +16,8 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from streamgrad.config import StreamConfig
 from streamgrad.engine.policy import LayerPolicy
 from streamgrad.hf.decoder import DecoderStream, decoder_forward
-from streamgrad.hf.discover import unwrap
+from streamgrad.hf.discover import find_decoder, unwrap
+from streamgrad.hf.in_backward import updates_of
 from streamgrad.hf.patching import InstalledForward
 from streamgrad.memory.planner import Plan, readable
 
@@ -36,6 +37,7 @@ class Status:
     rows: int  # of that step
     tokens: int  # a row
     kernels: tuple[str, ...]  # that computed attention so far
+    optimizer: str | None  # in words; None where none updates in backward and no streamed trainer has told
     peak_bytes: int  # the most that this process has had so far: of tensors on a GPU, of all its memory on a CPU
     compile_seconds: float | None = None  # that compiling layers took, where `compile_layers` has done so
 
@@ -54,7 +56,9 @@ class Status:
         expected = self.expected_peak_bytes
         return (
             f"{self.model_class} is streamed: {self.rows} x {self.tokens:,} tokens in {_chunks(self.plan, self.tokens)}; "
-            f"{_kept(self.plan)}; attention by {', '.join(self.kernels) or 'no kernel'}; expected peak "
+            f"{_kept(self.plan)}; attention by {', '.join(self.kernels) or 'no kernel'}; "
+            + (f"optimizer {self.optimizer}; " if self.optimizer else "")
+            + "expected peak "
             + (f"{readable(expected)} on {self.device}" if expected else f"not planned: no memory_budget for {self.device}")
             + (f" and {readable(self.plan.host_bytes)} on the host" if self.plan.host_bytes else "")
         )
@@ -73,6 +77,8 @@ class Status:
         }
         if self.compile_seconds is not None:
             lines["layers"] = f"compiled, in {self.compile_seconds:.0f} s of the first step"
+        if self.optimizer:
+            lines["optimizer"] = self.optimizer
         if self.plan.host_bytes:
             lines["on the host"] = readable(self.plan.host_bytes)
         return "\n".join([f"{self.model_class} is streamed", *(f"  {name:<15}{text}" for name, text in lines.items())])
@@ -102,9 +108,24 @@ def status(model: Any) -> Status:
         rows=rows,
         tokens=tokens,
         kernels=() if stream is None else tuple(sorted(stream.backends.used)),
+        optimizer=_optimizer_of(decoder, stream),
         peak_bytes=peak_bytes_so_far(device),
         compile_seconds=None if stream is None else stream.compiler.seconds,
     )
+
+
+def note_optimizer(model: Any, optimizer: Any) -> None:
+    """Let `status` and the line of the first step name a trainer's optimizer."""
+    installed = InstalledForward.on(find_decoder(unwrap(model)))
+    if installed is not None:
+        installed.stream.planner.optimizer = type(optimizer).__name__
+
+
+def _optimizer_of(decoder: Any, stream: DecoderStream | None) -> str | None:
+    in_backward = next(filter(None, map(updates_of, decoder.parameters())), None)
+    if in_backward is not None:
+        return f"{type(in_backward).__name__.removesuffix('InBackward')} in backward"
+    return None if stream is None else stream.planner.optimizer
 
 
 def peak_bytes_so_far(device: torch.device) -> int:

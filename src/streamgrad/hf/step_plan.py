@@ -95,6 +95,7 @@ class Planner:
         self.config = config
         self.latest: Plan | None = None  # of a step with gradients
         self.latest_shape = (0, 0)  # its rows and tokens a row
+        self.optimizer: str | None = None  # of a trainer, in words
         self._shape_with_segments: torch.Size | None = None
         self._costs: dict[tuple[Any, ...], LayerCosts] = {}
         self._shortages = 0  # how often memory ran out in spite of a plan

@@ -43,6 +43,7 @@ from streamgrad.trl.checkpoints import checkpoint_to_resume, last_checkpoint, na
 from streamgrad.trl.datasets import accepted_columns, dataset_of, split_of
 from streamgrad.trl.extra_inputs import rewards, teacher
 from streamgrad.trl.flags import FlagParser
+from streamgrad.trl.optimizer_place import chosen_optimizer
 from streamgrad.trl.requirements import check_installed
 from streamgrad.trl.trainers import (
     Sharing,
@@ -78,7 +79,8 @@ _STREAM_HELP = {
     "fused_kernels": f"norms, rotary embeddings and gated activations as one kernel each: {', '.join(FUSED_KERNEL_MODES)}.",
     "compile_layers": "compile layers by torch.compile, for steps so short that every layer keeps its graph.",
     "memory_budget": "device memory that a step may use, weights included, for example 80GiB; by default, what is free.",
-    "optimizer_in_backward": "update parameters in backward, freeing gradients; max_grad_norm clips by the last step's norm.",
+    "optimizer": "as for streamgrad plan: adamw, or what --optim says; adamw8bit; in-backward, where each gradient is used and "
+    "freed at once and max_grad_norm clips by the last step's norm; host, with states and gradients there and max_grad_norm 0.",
     "share_prompts": "whether rows with equal prompts compute them once, to the same losses, metrics and gradients.",
 }
 # Options that count something, from 1 on. TRL checks some of them; wrong values of others would silently train on nothing.
@@ -97,7 +99,7 @@ def _stream_arguments(trainer: type) -> type:
     """Return the options of `StreamConfig` and of the trainer as a dataclass that TRL's parser can read."""
     known = dataclasses.fields(StreamConfig)
     options: list[Any] = [(each.name, bool if each.default is False else str | None, each.default) for each in known]
-    options += [("optimizer_in_backward", bool, False)]
+    options += [("optimizer", str, "adamw")]
     options += [("share_prompts", bool, True)] if issubclass(trainer, Sharing) else []
     fields = [
         (name, kind, dataclasses.field(default=default, metadata={"help": _STREAM_HELP[name]})) for name, kind, default in options
@@ -201,8 +203,9 @@ class Command:
         training.resume_from_checkpoint = checkpoint_to_resume(
             training.resume_from_checkpoint, training.output_dir, training.world_size
         )
-        names = [name for name in ("optimizer_in_backward", "share_prompts") if hasattr(stream, name)]
-        sharing = {name: vars(stream).pop(name) for name in names}
+        sharing = chosen_optimizer(vars(stream).pop("optimizer"), training)
+        if hasattr(stream, "share_prompts"):
+            sharing |= {"share_prompts": vars(stream).pop("share_prompts")}
         return cls(objective, script, training, model, mixture, _stream_config(vars(stream)), sharing, arguments)
 
     @property

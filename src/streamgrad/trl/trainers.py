@@ -7,9 +7,10 @@ that holds tiles of logits: their models are only enabled.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -20,8 +21,9 @@ from streamgrad.config import StreamConfig
 from streamgrad.hf.discover import unwrap
 from streamgrad.hf.in_backward import optimizer_in_backward
 from streamgrad.hf.patching import InstalledForward, temporary_attribute
-from streamgrad.hf.status import peak_bytes_so_far, show_messages
+from streamgrad.hf.status import note_optimizer, peak_bytes_so_far, show_messages
 from streamgrad.trl.checkpoints import begin_checkpoint, checkpoint_at, named_if_it_fails
+from streamgrad.trl.optimizer_place import check_optimizer_place, on_host
 from streamgrad.trl.restoring import restored_on_error
 from streamgrad.trl.scoring import enable_for_trainer, streamed_head_in
 from streamgrad.trl.shared_sequences import prepare_shared_sequences, shares_sequences
@@ -32,7 +34,8 @@ class _Streamed:
     """The constructor that the trainers share; `stock` is TRL's trainer, which follows in the method resolution order.
 
     With `optimizer_in_backward=True` the trainer's optimizer updates each parameter in backward, and clips by `max_grad_norm`
-    and the norm of the step before.
+    and the norm of the step before. With `optimizer_on_host=True` gradients leave for the host in backward, where torchao's
+    `CPUOffloadOptimizer` keeps the optimizer's states and updates parameters.
     """
 
     stock: Any
@@ -42,16 +45,16 @@ class _Streamed:
     state: Any
 
     def __init__(
-        self, *args: Any, stream: StreamConfig | None = None, optimizer_in_backward: bool = False, **kwargs: Any
+        self,
+        *args: Any,
+        stream: StreamConfig | None = None,
+        optimizer_in_backward: bool = False,
+        optimizer_on_host: bool = False,
+        **kwargs: Any,
     ) -> None:
-        self.optimizer_in_backward = optimizer_in_backward
+        self.optimizer_in_backward, self.optimizer_on_host = optimizer_in_backward, optimizer_on_host
         given = inspect.signature(self.stock.__init__).bind_partial(self, *args, **kwargs).arguments
-        accumulated = getattr(given.get("args"), "gradient_accumulation_steps", 1)
-        if optimizer_in_backward and accumulated > 1:
-            raise ValueError(
-                f"gradient_accumulation_steps={accumulated} adds gradients of several batches, and optimizer_in_backward=True "
-                "updates by each of them. Set it to 1, with a larger per_device_train_batch_size."
-            )
+        check_optimizer_place(given.get("args"), in_backward=optimizer_in_backward, on_host=optimizer_on_host)
         if getattr(given.get("args"), "activation_offloading", False):
             raise ValueError(
                 "activation_offloading=True moves every tensor that autograd keeps to the host, even those that a streamed layer "
@@ -75,13 +78,16 @@ class _Streamed:
         return streamed_head_in(self.stock, stream, share_prompts=self.share_prompts)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Create the trainer's own optimizer with its groups, as one in backward where that was asked for."""
+        """Create the trainer's own optimizer with its groups, as one in backward or on the host where that was asked for."""
         trainer: Any = self
-        if not self.optimizer_in_backward or trainer.optimizer is not None:
-            return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
-        chosen = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(self.args, self.model)
-        trainer.optimizer_cls_and_kwargs = (_in_backward(chosen[0], self.args.max_grad_norm or None), chosen[1])
-        return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        if trainer.optimizer is None and (self.optimizer_in_backward or self.optimizer_on_host):
+            kind, options = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(self.args, self.model)
+            limit = self.args.max_grad_norm or None
+            make = on_host if self.optimizer_on_host else functools.partial(optimizer_in_backward, max_grad_norm=limit)
+            trainer.optimizer_cls_and_kwargs = (_made_by(make, kind), options)
+        made = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        note_optimizer(self.model, made)
+        return made
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         output, processes = self.args.output_dir, self.args.world_size
@@ -92,11 +98,11 @@ class _Streamed:
             super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
 
-def _in_backward(kind: Any, max_grad_norm: float | None) -> type:
-    """Return a class that makes an optimizer of this kind in backward. A Trainer takes what is not a class for a factory."""
+def _made_by(make: Callable[..., Any], kind: Any) -> type:
+    """Return a class that makes an optimizer out of `kind`. A Trainer takes what is not a class for a factory."""
 
     def made(cls: type, params: Any, **options: Any) -> Any:
-        return optimizer_in_backward(params, kind, max_grad_norm=max_grad_norm, **options)
+        return make(params, kind, **options)
 
     # Its module's name tells transformers whose optimizer it is.
     return type(kind.__name__, (torch.optim.Optimizer,), {"__new__": made, "__module__": kind.__module__})
