@@ -276,12 +276,12 @@ def test_a_second_backward_before_step_is_refused():
     model(input_ids=ids, labels=ids).loss.backward()
 
 
-def freed(**options):
+def freed(factor: float = 1.0, **options):
     """A model and its optimizer between backward and step."""
     model = streamed("qwen3", dtype=torch.float32)
     optimizer = streamgrad.optimizer_in_backward(model, torch.optim.AdamW, lr=1e-2, **options)
     ids = tokens(1, 9)
-    model(input_ids=ids, labels=ids).loss.backward()
+    (factor * model(input_ids=ids, labels=ids).loss).backward()
     return model, optimizer
 
 
@@ -319,6 +319,8 @@ def test_clipping_by_the_optimizers_own_limit_gives_the_norm():
         assert norm.item() == pytest.approx(optimizer.grad_norm.item(), rel=1e-6)
     with pytest.raises(RuntimeError, match="max_grad_norm to optimizer_in_backward"):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    model, optimizer = freed(float("nan"), max_grad_norm=2.0)
+    assert nn.utils.clip_grad_norm_(model.parameters(), 2.0).isnan() and optimizer.grad_norm.isnan()
 
 
 @pytest.mark.parametrize("unscaled", [False, True])

@@ -187,7 +187,7 @@ class InBackward(torch.optim.Optimizer):
         if factor is not self._factor and self.grad_norm is not None:
             limit = float("inf") if self.max_grad_norm is None else self.max_grad_norm
             own = _clipping(limit, self.grad_norm).to(factor)
-            self._factor = factor if factor.dim() == 0 and torch.isclose(factor, own, rtol=1e-3) else None
+            self._factor = factor if factor.dim() == 0 and torch.isclose(factor, own, rtol=1e-3, equal_nan=True) else None
         return factor is self._factor
 
     def state_bytes_to_come(self, parameter: Tensor) -> float:

@@ -41,9 +41,7 @@ def check_optimizer_place(args: Any, *, in_backward: bool, on_host: bool) -> Non
             "Set it to 1, with a larger per_device_train_batch_size."
         )
     if getattr(args, "fp16", False):
-        raise ValueError(
-            f"fp16=True scales the loss, and {asked} takes gradients before they are unscaled. Set bf16=True."
-        )
+        raise ValueError(f"fp16=True scales the loss, and {asked} takes gradients before they are unscaled. Set bf16=True.")
     if not on_host:
         return
     if find_spec("torchao") is None:
