@@ -17,6 +17,7 @@ from gradients import no_float32, worst_gradient_error
 from offload_without_gpu import offload_without_gpu
 from streamgrad.cli.train import save_embedded_model
 from streamgrad.hf.in_backward import updates_of
+from streamgrad.integrations import StreamgradCallback
 from streamgrad.trl.command import Command
 from streamgrad.trl.command import train as train_by
 from streamgrad.trl.optimizer_place import check_optimizer_place
@@ -57,6 +58,13 @@ def test_a_trainer_follows_stock_and_logs_the_norm(tmp_path):
     for ours_logged, stock_logged in zip(ours, stock, strict=True):
         assert ours_logged == pytest.approx(stock_logged, rel=1e-5)
     assert worst_gradient_error(in_backward, weights)[0] < 1e-9
+
+
+def test_a_callback_tells_the_optimizer(tmp_path):
+    run = trainer(tmp_path, in_backward=False, max_steps=1)
+    run.add_callback(StreamgradCallback(chunk_size=7))
+    run.train()
+    assert "; optimizer AdamW; expected peak" in streamgrad.status(run.model).first_line
 
 
 def test_a_trainer_resumes_bit_for_bit(tmp_path):

@@ -115,10 +115,10 @@ def status(model: Any) -> Status:
 
 
 def note_optimizer(model: Any, optimizer: Any) -> None:
-    """Let `status` and the line of the first step name a trainer's optimizer."""
+    """Let `status` and the line of the first step name a trainer's optimizer, which Accelerate may have wrapped."""
     installed = InstalledForward.on(find_decoder(unwrap(model)))
-    if installed is not None:
-        installed.stream.planner.optimizer = type(optimizer).__name__
+    if installed is not None and optimizer is not None:
+        installed.stream.planner.optimizer = type(getattr(optimizer, "optimizer", optimizer)).__name__
 
 
 def _optimizer_of(decoder: Any, stream: DecoderStream | None) -> str | None:
