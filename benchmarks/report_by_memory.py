@@ -43,7 +43,8 @@ def our_points(records: Records) -> dict[int, list[Point]]:
             found.setdefault(length, []).append(Point(WHOLE, record, record["peak_bytes"]))
     for record in _within_budgets(records):
         budget = record["policy"]["memory_budget"]
-        found.setdefault(record["seq_len"], []).append(Point(f"{budget / 1e9:.1f} GB", record, budget))
+        if record["step_ms"]:
+            found.setdefault(record["seq_len"], []).append(Point(f"{budget / 1e9:.1f} GB", record, budget))
     return {length: found[length] for length in sorted(found)}
 
 
@@ -54,7 +55,6 @@ def _within_budgets(records: Records) -> list[Record]:
         for record in records["step"]
         if (record["model"], record["method"], record["batch"], record["flash"]) == ("qwen3-4b", "streamgrad", 1, "FA2")
         and isinstance(record["policy"].get("memory_budget"), int)
-        and record["step_ms"]
     ]
     found = latest(limited, "seq_len", "_budget").values()
     return sorted(found, key=lambda record: -record["policy"]["memory_budget"])
@@ -115,6 +115,15 @@ def by_memory(records: Records, paper: dict[str, Any]) -> list[str]:
         [f"{length:,}", PEERS[method], record["error"]]
         for (method, length), record in sorted(automatic_steps(records["step"]).items())
         if method in PEERS and record["step_ms"] is None
+    ]
+    failed += [
+        [
+            f"{record['seq_len']:,}",
+            f"streamgrad, {record['policy']['memory_budget'] / 1e9:.1f} GB",
+            record["error"].split(". ")[0],
+        ]
+        for record in _within_budgets(records)
+        if record["step_ms"] is None
     ]
     shown = [point.record for points in (*ours.values(), *peers.values()) for point in points]
     return [
