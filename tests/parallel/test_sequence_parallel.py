@@ -204,7 +204,7 @@ def test_memory_of_a_ring(four_ranks):
             assert peaks[4, 1] + 2 * of_others <= peaks[4, ring] < peaks[4, 1] + 3 * of_others, peaks
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", [*ENGINES, "a ring under fsdp2"])
 def test_two_sequences_of_two_ranks_each(engine, four_ranks):
     """Data parallelism of sequence-parallel pairs under an engine that averages over all four ranks, three steps."""
     reference = Reference.of(plain_training)

@@ -166,7 +166,7 @@ def on_four_ranks(cases: list[Case]) -> dict[str, Any]:
     return {
         "steps": [run_case(case) for case in cases],
         "live bytes": live_bytes(),
-        "training": {name: train(name) for name in ENGINES},
+        "training": {name: train(name) for name in ENGINES} | {"a ring under fsdp2": train("fsdp2", ring=2)},
     }
 
 
@@ -223,13 +223,13 @@ def plain_training(dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def train(name: str) -> dict[str, Tensor]:
+def train(name: str, ring: int = 1) -> dict[str, Tensor]:
     group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))["sequence"].get_group()
     model = training_model()
     if name == "zero3":
         prepare_deepspeed()
         make_zero3_leaves(model)
-    sequence_parallel(streamgrad.enable(model, chunk_size=5, head_chunk_size=3), group)
+    sequence_parallel(streamgrad.enable(model, chunk_size=5, head_chunk_size=3), group, ring=ring)
     engine: Any = engine_worker.ENGINES[name](model, engine_worker.Case(name))
     for step in range(STEPS):
         batch = slice_of(training_batch(dist.get_rank() // 2, step), group)

@@ -164,7 +164,8 @@ class Planner:
         autocast = torch.is_autocast_enabled(h_BTE.device.type) and torch.get_autocast_dtype(h_BTE.device.type)
         # A power of two, so that short sequences of ever new lengths are not each measured.
         tokens = min(2 * PROBED_TOKENS, 1 << (h_BTE.shape[1].bit_length() - 1))
-        key = (type(layer), h_BTE.dtype, autocast, trainable, layer.training, tokens, sharing.ranks, sample.recorded)
+        ranks = sharing.ranks, sharing.ring_ranks
+        key = (type(layer), h_BTE.dtype, autocast, trainable, layer.training, tokens, ranks, sample.recorded)
         if key not in self._costs:
             first = h_BTE[:, :tokens]
             measured = measured_costs(layer, sample.run, sample.mask, backends, first, sharing, recurrent=recurrent)
