@@ -45,6 +45,7 @@ def enable(model: ModelT, config: StreamConfig | None = None, **options: Any) ->
             f"{type(inner).__name__} is already enabled with {current.stream.config}, which differs from {settings}. "
             "Call streamgrad.disable(model) first."
         )
+    stream = DecoderStream(settings)  # which raises for kernels that are not there
     head = inner.get_output_embeddings()
     if head is not None and inner is not decoder and (current is None or InstalledForward.on(inner) is None):
         head_stream = HeadStream(settings, traced_logit_map(inner, decoder, head))
@@ -53,7 +54,7 @@ def enable(model: ModelT, config: StreamConfig | None = None, **options: Any) ->
         if InstalledForward.on(part) is None:
             InstalledForward(part, surrounding_forward, settings).install()
     if current is None:
-        InstalledForward(decoder, announcing_forward, DecoderStream(settings)).install()
+        InstalledForward(decoder, announcing_forward, stream).install()
     return model
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 KEEP_POLICIES = ("auto", "input", "attention", "all")
 OFFLOAD_PLACES = ("auto", "none", "host")
-ATTENTION_BACKENDS = ("auto", "cudnn", "flash", "sdpa", "eager")
+ATTENTION_BACKENDS = ("auto", "cudnn", "flash", "fa4", "sdpa", "eager")
 FUSED_KERNEL_MODES = ("auto", "on", "off")
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -68,6 +68,8 @@ class StreamConfig:
             that neither device nor host can hold otherwise. `"auto"`: 1, or the smallest n of a plan that fits the memory.
         attention (`str`, defaults to `"auto"`):
             Kernel for the blocks of streamed attention. `"auto"`: the fastest that supports the model, mask, dtype and device.
+            `"fa4"`: the same, with FlashAttention-4 (`pip install "streamgrad[fa4]"`) in the place of torch's own flash
+            attention, in the whole process.
         fused_kernels (`str`, defaults to `"auto"`):
             Whether norms, rotary embeddings and gated activations run as one fused kernel each, in families whose code is
             known. `"auto"`: for 16-bit values on CUDA. `"on"`: always. `"off"`: never.

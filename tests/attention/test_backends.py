@@ -320,6 +320,33 @@ def test_what_newer_flash_kernels_lack_is_refused(monkeypatch):
     assert backend.refusal(*operands, windowed) is None
 
 
+def test_fa4_is_one_word(monkeypatch):
+    """It makes FlashAttention-4 active, once, and lets every kernel compute what that does not."""
+    active = []
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", active.append)
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: active[-1] if active else None)
+    model = tiny_model("llama")
+    batch = batches.right_padded(model)
+    with no_float32():
+        expected = run_step(model, batch)
+        streamgrad.enable(model, attention="fa4", chunk_size=7)
+        streamgrad.enable(model, attention="fa4", chunk_size=7)
+        assert_same_step(run_step(model, batch), expected, 1e-10)
+    assert active == ["FA4"]
+    assert [backend.name for backend in backends.preferred(backends_named("fa4"))] == ["flash", "cudnn", "sdpa", "eager"]
+
+
+def test_fa4_that_is_not_installed_leaves_the_model_alone(monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError("No module named 'flash_attn'")
+
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", missing)
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match=r"No module named 'flash_attn'. Run: pip install \"streamgrad\[fa4\]\""):
+        streamgrad.enable(model, attention="fa4")
+    assert not streamgrad.is_enabled(model) and "forward" not in model.__dict__
+
+
 def test_cudnn_takes_plain_blocks_only(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     operands = [SimpleNamespace(shape=(3, 4, 6, 64), device=torch.device("cuda"), dtype=torch.bfloat16)] * 3

@@ -10,7 +10,7 @@ import torch
 import batches
 import streamgrad
 from gradients import assert_same_step, no_float32, relative_error, run_step, total_gradient_error
-from streamgrad.attention.backends import Block, backends_named
+from streamgrad.attention.backends import Block, backends_named, flash_implementation
 from streamgrad.attention.backends.block import visible_mask
 from streamgrad.attention.masks import CausalMask
 from streamgrad.attention.varlen import Segment, VarlenMask
@@ -192,6 +192,34 @@ def test_bf16_error_is_that_of_plain_bf16(name, kind):
     for chunks in (8, 64):
         ratio = math.sqrt(squares[chunks] / squares[0])
         assert ratio <= 1.02, f"{chunks} chunks: {ratio:.4f} times plain bf16"
+
+
+# torch.compile reads .grad of tensors that are no leaves.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("kind", ["plain", "right", "packed", "window"])
+@pytest.mark.parametrize("options", [{}, {"compile_layers": True}, {"attention": "fa4"}], ids=["eager", "compiled", "fa4"])
+def test_bf16_error_of_plain_steps_is_that_of_plain_bf16(options, kind, monkeypatch):
+    """Steps that keep everything: the first through the engine, then plain ones, by flash and at last by cuDNN."""
+    monkeypatch.setattr("streamgrad.attention.backends.cudnn_plans.PLAN_SECONDS", 1e-5)
+    before, shape = flash_implementation(), SHAPE | ({"sliding_window": 200} if kind == "window" else {})
+    steps, squares = ("stock", "engine", "plain", "again", "once more"), {}
+    for seed in range(4):
+        model = tiny_model(LONG[kind], dtype=torch.bfloat16, seed=seed, **shape).cuda()
+        truth_model = tiny_model(LONG[kind], dtype=torch.float32, seed=seed, **shape).cuda()
+        truth_model.load_state_dict(model.state_dict())
+        batch = long_batch(kind, seed)
+        truth = run_step(truth_model, batch).gradients
+        for step in steps:
+            if step == "engine":
+                try:
+                    streamgrad.enable(model, **options)
+                except ValueError as error:
+                    pytest.skip(str(error))
+            squares[step] = squares.get(step, 0.0) + total_gradient_error(run_step(model, batch).gradients, truth) ** 2
+    if flash_implementation() != before:
+        torch.nn.attention.restore_flash_attention_impl()
+    for step in steps[1:]:
+        assert math.sqrt(squares[step] / squares["stock"]) <= 1.02, (step, squares)
 
 
 @pytest.mark.parametrize("kind", LONG)

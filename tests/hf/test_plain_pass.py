@@ -13,7 +13,6 @@ from gradients import assert_same_step, more, no_float32, run_step
 from lora import with_lora
 from streamgrad.engine.layer import StreamedCall
 from streamgrad.hf import compiled_layers, plain_pass, whole_attention
-from streamgrad.hf.seams import attention_replaced_in
 from streamgrad.hf.whole_step import WholeStep
 from tiny import FAMILIES, tiny_model, tokens
 
@@ -244,11 +243,7 @@ def test_one_graph_serves_all_layers_and_lengths(whose, graphs, streamed):
 @compiling
 def test_compiled_layers_attend_by_the_operator(graphs, monkeypatch):
     """As they do on a GPU, by the kernel that is the fastest there."""
-
-    def replaced(step, decoder, configs, layers):
-        return attention_replaced_in(configs, whole_attention._NAME)
-
-    monkeypatch.setattr(plain_pass, "fastest_attention", replaced)
+    monkeypatch.setattr(plain_pass, "fastest_attention", lambda step, *parts: whole_attention.attention_by_operator(*parts))
     monkeypatch.setattr(whole_attention, "_has_kernels", lambda *operands: True)
     model = tiny_model("qwen3")
     for kind in ("plain", "right_padded"):  # the latter has a mask
@@ -269,7 +264,7 @@ def test_cudnn_comes_first_where_it_is_worth_its_plan(is_worth, masked, monkeypa
     monkeypatch.setattr(whole_attention.PRICES, "is_worth", lambda shape, flops: not asked.append((shape, flops)) and is_worth)
     model = tiny_model("qwen3")
     step = WholeStep("manner", 2, 100, torch.device("cuda", 0), masked, compiled=False)
-    context = whole_attention.fastest_attention(step, model.model, [model.config], 2)
+    context = whole_attention.fastest_attention(step, model.model, model.model.layers)
     assert isinstance(context, nullcontext) == (masked or not is_worth)
     if not masked:
         ((_, flops),) = asked

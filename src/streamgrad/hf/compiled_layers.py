@@ -35,8 +35,8 @@ class LayerCompiler:
         self.seconds: float | None = None  # that the first step took in forward, once it has been run
 
     def compiles(self, layer: nn.Module) -> bool:
-        """Return whether the layer's forward is replaced by a compiled one; one that others have replaced runs as it is."""
-        return self.wanted and layer._compiled_call_impl is None and "forward" not in layer.__dict__
+        """Return whether the layer's forward may be replaced by a compiled one; one that others have replaced runs as it is."""
+        return layer._compiled_call_impl is None and "forward" not in layer.__dict__
 
     @contextmanager
     def installed(self, layers: list[nn.Module]) -> Iterator[None]:

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from streamgrad.config import StreamConfig
 from streamgrad.engine.module_walk import modules_of, parameters_of
 from streamgrad.hf.compiled_layers import LayerCompiler
-from streamgrad.hf.discover import attention_configs, sliding_window
+from streamgrad.hf.deepspeed import is_partitioned
+from streamgrad.hf.discover import sliding_window
 from streamgrad.hf.fusion import Fusion
 from streamgrad.hf.layer_args import DOCUMENTS
 from streamgrad.hf.patching import not_checkpointed
@@ -40,7 +41,9 @@ def whole_step(
     """Return what the plan of a plain pass depends on, or None for a call that has to go through the engine."""
     ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
     tokens = arguments.get("inputs_embeds") if ids is None else ids
-    if config.keep not in ("auto", "all") or config.attention != "auto" or not torch.is_grad_enabled() or tokens is None:
+    if config.keep not in ("auto", "all") or config.attention not in ("auto", "fa4"):
+        return None
+    if not torch.is_grad_enabled() or tokens is None:
         return None
     if decoder.config._attn_implementation != "sdpa" or any(arguments.get(name) is not None for name in DOCUMENTS):
         return None
@@ -94,7 +97,9 @@ def plain_layers(
     decoder: Any, layers: list[nn.Module], step: WholeStep, config: StreamConfig, compiler: LayerCompiler
 ) -> Iterator[None]:
     """Let the decoder run as it is within the block, with fused or compiled parts, and nothing checkpointed that is kept."""
-    compiled = [layer for layer in layers if compiler.compiles(layer)]
+    # Not where ZeRO-3 has the parameters elsewhere: a graph would hold them.
+    may_compile = compiler.wanted and not any(map(is_partitioned, parameters_of(layers[0])))
+    compiled = [layer for layer in layers if compiler.compiles(layer)] if may_compile else []
     with ExitStack() as restore:
         if not decoder.training:
             restore.enter_context(never_packed(modules_of(decoder)))
@@ -104,8 +109,7 @@ def plain_layers(
             by_compiler = [*compiled, *(layer for layer in layers if layer._compiled_call_impl is not None)]
             modules = modules_of(decoder, but_for=by_compiler)
             restore.enter_context(Fusion(modules, mode=config.fused_kernels).installed())
-        configs = attention_configs([decoder, *modules_of(layers[0])])
-        restore.enter_context(fastest_attention(step, decoder, configs, len(layers)))
+        restore.enter_context(fastest_attention(step, decoder, layers))
         if compiled:
             restore.enter_context(compiler.installed(compiled))
         yield

@@ -13,8 +13,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from streamgrad.attention.backends import flash_implementation
 from streamgrad.attention.backends.cudnn_plans import PRICES, attention_flops
 from streamgrad.attention.whole import causal_attention
+from streamgrad.engine.module_walk import modules_of
+from streamgrad.hf.discover import attention_configs
 from streamgrad.hf.seams import attention_replaced_in
 from streamgrad.hf.whole_step import WholeStep
 
@@ -58,17 +61,22 @@ def _has_kernels(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return query.dtype == key.dtype == value.dtype and key.shape[-1] == value.shape[-1] and query.shape[2] == key.shape[2] > 1
 
 
-def fastest_attention(step: WholeStep, decoder: Any, configs: Sequence[Any], layers: int) -> AbstractContextManager[Any]:
+def fastest_attention(step: WholeStep, decoder: Any, layers: Sequence[nn.Module]) -> AbstractContextManager[Any]:
     """Return the context in which layers attend by cuDNN in steps whose shape has come often enough to be worth its plan."""
     if step.device.type != "cuda":
         return nullcontext()
     if step.compiled:
-        return attention_replaced_in(configs, _NAME)
+        return attention_by_operator(decoder, layers)
+    if step.masked or flash_implementation() is not None:  # FlashAttention-3 or 4, which is faster
+        return nullcontext()
     config = decoder.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    pairs = step.sequence**2 / 2
     shape = "whole step", step.rows, step.sequence, heads, size, step.device.index, next(decoder.parameters()).dtype
-    if step.masked or not PRICES.is_worth(shape, 2 * layers * attention_flops(step.rows, heads, size, pairs)):
-        return nullcontext()
-    return sdpa_kernel(_CUDNN_FIRST, set_priority=True)
+    flops = 2 * len(layers) * attention_flops(step.rows, heads, size, step.sequence**2 / 2)
+    return sdpa_kernel(_CUDNN_FIRST, set_priority=True) if PRICES.is_worth(shape, flops) else nullcontext()
+
+
+def attention_by_operator(decoder: nn.Module, layers: Sequence[nn.Module]) -> AbstractContextManager[None]:
+    """Return the context in which layers attend by `whole_attention_forward`."""
+    return attention_replaced_in(attention_configs([decoder, *modules_of(layers[0])]), _NAME)

@@ -15,7 +15,7 @@ from streamgrad.attention.backends.block import Backend, Block
 from streamgrad.attention.backends.cudnn import CudnnBackend
 from streamgrad.attention.backends.cudnn_plans import PRICES, SHAPES
 from streamgrad.attention.backends.eager import EagerBackend
-from streamgrad.attention.backends.flash import FlashBackend, flash_implementation
+from streamgrad.attention.backends.flash import FlashBackend, activate_fa4, flash_implementation
 from streamgrad.attention.backends.sdpa import SdpaBackend
 from streamgrad.engine.kv_chunk import Attended
 
@@ -39,7 +39,9 @@ class Kernels(list[Backend]):
 
 def backends_named(name: str) -> Kernels:
     """Return the kernels that `StreamConfig.attention=name` allows, in a new list: a model removes those that fail."""
-    return Kernels(backend for backend in _ALL if name in ("auto", backend.name))
+    if name == "fa4":
+        activate_fa4()
+    return Kernels(backend for backend in _ALL if name in ("auto", "fa4", backend.name))
 
 
 def preferred(backends: Sequence[Backend]) -> list[Backend]:

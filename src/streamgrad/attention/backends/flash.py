@@ -59,6 +59,19 @@ def flash_implementation() -> str | None:
     return torch.nn.attention.current_flash_attention_impl()
 
 
+def activate_fa4() -> None:
+    """Let torch's flash operators run FlashAttention-4 from now on, as `attention="fa4"` asks for; raise if it is not there."""
+    if flash_implementation() == "FA4":
+        return
+    try:
+        torch.nn.attention.activate_flash_attention_impl("FA4")
+    except (ImportError, RuntimeError) as error:
+        raise ValueError(
+            f"attention='fa4' asks for FlashAttention-4, which cannot be used here: {error}. "
+            "Run: pip install \"streamgrad[fa4]\" on a machine with a Hopper or Blackwell GPU, or pass attention='auto'."
+        ) from error
+
+
 def needs_16_bit_cuda(query_BHLD: Tensor, value_BGSD: Tensor, block: Block, largest_head: int) -> str | None:
     """Return why a 16-bit kernel without masks, for NVIDIA GPUs, cannot compute the block, or None if it can."""
     size = query_BHLD.shape[-1]
