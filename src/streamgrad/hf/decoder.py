@@ -61,7 +61,7 @@ from streamgrad.hf.patching import (
     temporary_attributes,
 )
 from streamgrad.hf.peft import PEFT_ADAPTERS
-from streamgrad.hf.plain_pass import plain_layers, whole_step
+from streamgrad.hf.plain_pass import attention_of, plain_layers, whole_step
 from streamgrad.hf.recorded import Recorder
 from streamgrad.hf.seams import NotCausal, layer_mask, streamed_attention_in, with_documents
 from streamgrad.hf.sequence_slices import SequenceGroup, Slices, WholeSequences, sequence_group
@@ -181,13 +181,13 @@ def _streamed(decoder: Any, stock: Callable[..., Any], stream: DecoderStream, se
         return f"while {type(decoder).__name__} ran forward, outside of its layers. A shorter sequence takes less."
 
     planner, layers, arguments = stream.planner, decoder_layers(decoder), sequences.arguments
-    alone = sequences.tree is None and sequences.sharing.ranks == 1
-    step = whole_step(decoder, layers, stream.config, arguments, stream.head) if alone else None
+    alone = sequences.sharing.ranks == 1
+    step = whole_step(decoder, layers, stream.config, sequences, stream.head) if alone else None
     with naming_shortage(told):
         if step is not None and planner.keeps_everything(step, decoder, len(layers)):
-            stream.backends.used.add("sdpa")
             around = partial(plain_layers, decoder, layers, step, stream.config, stream.compiler)
-            return stream.compiler.run(around, stock, arguments)
+            with attention_of(decoder, layers, sequences, stream.backends):
+                return stream.compiler.run(around, stock, arguments)
         with _streamed_layers(decoder, layers, stream, sequences), sequences.masks():
             output = sequences.output(stock(**arguments))
     if step is not None:

@@ -6,11 +6,13 @@ streamed as ever. Attention, masks, hooks, recorded outputs and random numbers a
 (`layer.compile()`, or `compile_layers=True`) run compiled.
 
 Known limits: only for attention by SDPA, whose masks follow the same rules as streamed attention's. A mask of (T x T) is made
-where padding, documents or a window ask for one, so rows of more than `_MASKED_TOKENS` are then left to streamed attention.
+where padding, documents or a window ask for one, so rows of more than `_MASKED_TOKENS` are then left to streamed attention. A
+row that is a tree has streamed attention in any case, within the model's own layers, which are then not compiled.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,15 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streamgrad.attention.backends import Kernels
 from streamgrad.config import StreamConfig
+from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.module_walk import modules_of, parameters_of
 from streamgrad.hf.compiled_layers import LayerCompiler
 from streamgrad.hf.deepspeed import is_partitioned
-from streamgrad.hf.discover import sliding_window
+from streamgrad.hf.discover import attention_configs, foreign_attention, sliding_window
 from streamgrad.hf.fusion import Fusion
 from streamgrad.hf.layer_args import DOCUMENTS
 from streamgrad.hf.patching import not_checkpointed
 from streamgrad.hf.quantized import never_packed
+from streamgrad.hf.seams import streamed_attention_in, whole_rows_attend
+from streamgrad.hf.sequence_slices import WholeSequences
 from streamgrad.hf.whole_attention import fastest_attention
 from streamgrad.hf.whole_step import WholeStep
 from streamgrad.memory.planner import HeadFacts
@@ -36,9 +42,10 @@ _MASKED_TOKENS = 1024
 
 
 def whole_step(
-    decoder: Any, layers: list[nn.Module], config: StreamConfig, arguments: dict[str, Any], head: HeadFacts | None
+    decoder: Any, layers: list[nn.Module], config: StreamConfig, sequences: WholeSequences, head: HeadFacts | None
 ) -> WholeStep | None:
     """Return what the plan of a plain pass depends on, or None for a call that has to go through the engine."""
+    arguments, is_tree = sequences.arguments, sequences.tree is not None
     ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
     tokens = arguments.get("inputs_embeds") if ids is None else ids
     if config.keep not in ("auto", "all") or config.attention not in ("auto", "fa4"):
@@ -52,14 +59,14 @@ def whole_step(
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         return None  # of a checkpoint, perhaps, which would run the step again and expect it to save the same tensors
     rows, sequence = tokens.shape[:2]
-    masked = _may_need_mask(decoder, arguments, sequence)
+    masked = not is_tree and _may_need_mask(decoder, arguments, sequence)
     if masked and sequence > _MASKED_TOKENS:
         if _needs_mask(decoder, arguments, sequence):
             return None
         masked = False
     manner = _manner(layers[0], arguments, tokens, head)
     compiled = config.compile_layers or layers[0]._compiled_call_impl is not None
-    return WholeStep(manner, rows, sequence, tokens.device, masked, compiled)
+    return None if is_tree and compiled else WholeStep(manner, rows, sequence, tokens.device, masked, compiled)
 
 
 def _may_need_mask(decoder: Any, arguments: dict[str, Any], sequence: int) -> bool:
@@ -112,4 +119,18 @@ def plain_layers(
         restore.enter_context(fastest_attention(step, decoder, layers))
         if compiled:
             restore.enter_context(compiler.installed(compiled))
+        yield
+
+
+@contextmanager
+def attention_of(decoder: Any, layers: list[nn.Module], sequences: WholeSequences, backends: Kernels) -> Iterator[None]:
+    """Let the layers of a plain pass attend by streamed attention within the block if a row is a tree, and else as they do."""
+    if sequences.tree is None:
+        backends.used.add("sdpa")
+        yield
+        return
+    configs = attention_configs(modules_of(decoder))
+    for reason in foreign_attention(configs, layers[0]):
+        raise SeamError(reason)
+    with streamed_attention_in(configs), whole_rows_attend(functools.cache(sequences.mask), backends):
         yield

@@ -13,8 +13,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from transformers.masking_utils import causal_mask_function
 from streamgrad.attention.blocks import Blocks
 from streamgrad.attention.masks import CausalMask, DenseMask
 from streamgrad.attention.streamed import streamed_attention
-from streamgrad.engine.kv_chunk import Chunk, SeamError
+from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, SeamError
 from streamgrad.engine.replay import as_autocast
 
 IMPLEMENTATION = "streamgrad"
@@ -59,8 +60,12 @@ def stream_attention_forward(
 ) -> tuple[Tensor, None]:
     """Attend with the queries of one chunk, by the contract of `sdpa_attention_forward`.
 
-    (B, H, L, D) in, ((B, L, H, D), None) out. The chunk is what the layer was given as its `attention_mask`.
+    (B, H, L, D) in, ((B, L, H, D), None) out. The chunk is what the layer was given as its `attention_mask`, or all of a row that
+    is a tree, in a plain pass.
     """
+    in_whole, length = _WHOLE.get(), key.shape[2]
+    if in_whole is not None and isinstance(attention_mask, CausalMask):
+        attention_mask = Chunk(0, length, KeyValueStream(length), in_whole.mask(attention_mask), in_whole.backends)
     if not isinstance(attention_mask, Chunk):
         raise SeamError(f"its attention replaces the mask it was given by a {type(attention_mask).__name__}")
     for name, argument in kwargs.items():
@@ -91,6 +96,26 @@ def _check_explicit(chunk: Chunk) -> None:
             "its attention is not causal, and no argument says which tokens see each other both ways (PaliGemma's processor "
             "makes token_type_ids when it is given suffix=, the answers)"
         )
+
+
+class _Whole(NamedTuple):
+    """How layers attend that are called with a whole row and its mask, and not chunk by chunk."""
+
+    mask: Callable[[CausalMask], object]
+    backends: list[Any]
+
+
+_WHOLE: ContextVar[_Whole | None] = ContextVar("how whole rows attend", default=None)
+
+
+@contextmanager
+def whole_rows_attend(mask: Callable[[CausalMask], object], backends: list[Any]) -> Iterator[None]:
+    """Let streamed attention take whole rows within the block, with what `mask` makes of the masks that layers are given."""
+    token = _WHOLE.set(_Whole(mask, backends))
+    try:
+        yield
+    finally:
+        _WHOLE.reset(token)
 
 
 # By id: what a configuration said before, and how many calls have set it to "streamgrad". Models that are made of one share it,
