@@ -47,6 +47,7 @@ from streamgrad.hf.patching import (
 )
 from streamgrad.hf.sequence_slices import shared_sequence_group, with_whole_mask
 from streamgrad.hf.step_plan import head_known_to_decoder
+from streamgrad.hf.tensor_parallel import refuse_cut_head
 
 
 @dataclass
@@ -301,6 +302,7 @@ class _HeadJob:
             total, count = summed_cross_entropy(hidden_NE, weight, bias, self.rows, self.logit_map, divisor=items)
         else:
             check_head(self.head)
+            refuse_cut_head(self.head)
             hidden_NE = flatten(hidden, hidden, self.targets)[0]
             total, count = summed_module_cross_entropy(self.head, self.run, hidden_NE, self.rows, self.logit_map)
         self.is_done = True

@@ -66,6 +66,7 @@ from streamgrad.hf.recorded import Recorder
 from streamgrad.hf.seams import NotCausal, layer_mask, streamed_attention_in, with_documents
 from streamgrad.hf.sequence_slices import SequenceGroup, Slices, WholeSequences, sequence_group
 from streamgrad.hf.step_plan import PlannedCall, Planner, Sample
+from streamgrad.hf.tensor_parallel import planned_together
 from streamgrad.memory.planner import HeadFacts, Plan
 from streamgrad.ops.autograd import in_transform
 
@@ -353,6 +354,7 @@ class _DecoderCall:
             planner.refuse_segments()
         if not torch.is_grad_enabled() or not planner.must_measure(self.layers, h_BTE):
             return planner.plan_without_costs(len(self.layers), *h_BTE.shape[:2])
+        sharing = planned_together(self.layers, sharing, h_BTE.device)
         costs = planner.measured_costs(samples, stream.backends, h_BTE, sharing)
         call = PlannedCall(self.decoder, self.parameters, h_BTE, stream.head, stream.host_store, sharing, not in_turn)
         return planner.plan(call, costs)

@@ -79,16 +79,26 @@ def cannot_be_streamed(model: nn.Module, reason: object, *, enabled: bool = Fals
     return ValueError(f"{type(model).__name__} cannot be streamed: {str(reason).rstrip('.')}. {remedy}")
 
 
+# What transformers makes of a `distributed_config`, and what to do in its place.
+_LOADED_IN_PARTS = {
+    "ep_size": "expert parallelism ({}), whose experts sum over ranks in every chunk. Load whole experts, sharded by FSDP2 or "
+    "ZeRO-3.",
+    "tp_size": "tensor parallelism ({}), whose modules reduce gradients of their own, once a chunk. Cut its layers by torch's "
+    "parallelize_module, share sequences by streamgrad.parallel, or parameters by FSDP2 or ZeRO-3.",
+    "pp_size": "pipeline parallelism ({}), whose stages pass no gradient on. Make stages by torch.distributed.pipelining.",
+}
+
+
 def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
     """Return the module whose forward runs the decoder layers, after checking that these can be streamed."""
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     if getattr(model.config, "is_encoder_decoder", False):
         raise ValueError(f"{name} cannot be streamed: it is an encoder-decoder. Pass a decoder-only causal language model.")
-    if (getattr(model, "tp_size", None) or 1) > 1:
-        raise ValueError(
-            f"{name} cannot be streamed: it was loaded with tensor parallelism (tp_size={model.tp_size}), whose modules reduce "
-            "gradients of their own, once a chunk. Share sequences by streamgrad.parallel, or parameters by FSDP2 or ZeRO-3."
-        )
+    loaded = getattr(model.config, "distributed_config", None)
+    for size, remark in _LOADED_IN_PARTS.items():
+        ranks = getattr(loaded, size, None) or (size == "tp_size" and getattr(model, size, None)) or 1
+        if ranks > 1:
+            raise ValueError(f"{name} cannot be streamed: it was loaded with {remark.format(f'{size}={ranks}')}")
     decoder = model.get_decoder()
     layers = decoder_layers(decoder)
     if not layers:

@@ -369,7 +369,9 @@ def head_known_to_decoder(model: Any, head: nn.Module, *, tokens: int, config: S
 def head_facts(model: Any, head: nn.Module, *, tokens: int, chunk_size: int | str, hooks_free: bool) -> HeadFacts:
     """Return the sizes of a streamed head over `tokens` targets, and the gradients that all parts outside the layers leave."""
     # Not `.weight`: ZeRO-3 gathers what is read outside of its module's call, for the whole step.
-    embedding, weight = next(model.get_input_embeddings().parameters()), next(head.parameters())
+    embeddings, weight = model.get_input_embeddings(), next(head.parameters())
+    # A later stage of a pipeline has no embeddings.
+    embedding = next(iter([] if embeddings is None else embeddings.parameters()), weight.new_empty(0))
     tied = any(parameter is embedding for parameter in head.parameters())
     outside = {
         parameter: _left_bytes(parameter, hooks_free=hooks_free)
