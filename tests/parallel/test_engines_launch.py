@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from engine_worker import Reference
 from gradients import more, worst_gradient_error
-from launching import CONFIGS, EXAMPLE, ON_CPU, ROOT, TORCHRUN, run, weights
+from launching import CONFIGS, EXAMPLE, ON_CPU, ROOT, TORCHRUN, begun, run, weights
 from tiny import VOCABULARY, tiny_model
 
 
@@ -77,3 +78,23 @@ def test_a_failing_rank_ends_the_job_with_its_message():
     done = run(*TORCHRUN, ROOT / "tests" / "support" / "failing_rank.py")
     assert done.returncode != 0
     assert "[rank1]: ValueError: target 1000 is outside the vocabulary of 61 tokens" in done.stderr
+    assert "[rank0]: rank 1 has failed: ValueError: target 1000 is outside" in done.stderr
+
+
+@more
+def test_ranks_end_within_their_timeout():
+    """Without a launcher that stops them, and although the rank that failed goes on running."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    script = ROOT / "tests" / "support" / "failing_rank.py"
+    first, second = (begun(script, 40, environment=meeting | {"RANK": str(rank)}) for rank in (0, 1))
+    with first, second:
+        try:
+            _, said = first.communicate(timeout=300)
+            assert first.returncode not in (0, None) and second.poll() is None
+        finally:
+            first.kill()
+            second.kill()
+    reason, ended = (said.find(words) for words in ("rank 1 has failed: ValueError: target 1000", "Timed out waiting 40000ms"))
+    assert 0 <= reason < ended, said[-3000:]

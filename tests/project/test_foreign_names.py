@@ -39,6 +39,7 @@ PRIVATE = {
     "torch.cuda.memory": "_record_memory_history _set_memory_metadata _snapshot",
     "torch.distributed.ProcessGroup": "_device_types _get_backend",
     "torch._C._distributed_c10d.Backend.Options": "_timeout",
+    "torch.distributed.distributed_c10d": "_get_default_store",
     "torch.nn.modules.batchnorm": "_BatchNorm",
     "torch.nn.modules.dropout": "_DropoutNd",
     "torch.nn.modules.module": """

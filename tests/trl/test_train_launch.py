@@ -123,6 +123,7 @@ def test_a_failing_rank_ends_the_job_with_its_message(tmp_path):
     done = run(*TORCHRUN, "-m", "streamgrad", "train", "grpo", "--output_dir", tmp_path, "--max_steps", 2, *small)
     assert done.returncode != 0
     assert "[rank1]: streamgrad: no reward for you\n" in done.stderr
+    assert "[rank0]: rank 1 has failed: ValueError: no reward for you\n" in done.stderr
     assert "[rank0]: streamgrad:" not in done.stderr and "Saved:" not in done.stdout
 
 

@@ -22,6 +22,7 @@ from streamgrad.hf.discover import unwrap
 from streamgrad.hf.in_backward import optimizer_in_backward
 from streamgrad.hf.patching import InstalledForward, temporary_attribute
 from streamgrad.hf.status import note_optimizer, peak_bytes_so_far, show_messages
+from streamgrad.parallel import failures_told
 from streamgrad.trl.checkpoints import begin_checkpoint, checkpoint_at, named_if_it_fails
 from streamgrad.trl.optimizer_place import check_optimizer_place, on_host
 from streamgrad.trl.restoring import restored_on_error
@@ -72,6 +73,11 @@ class _Streamed:
         if {"loss", "train_runtime"} & logs.keys():
             logs = logs | {"peak_memory_gib": round(peak_bytes_so_far(self.args.device) / 2**30, 3)}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as TRL does. Where another rank fails, rank 0 says why as well."""
+        with failures_told():
+            return super().train(*args, **kwargs)  # type: ignore[misc]
 
     def _streaming(self, stream: StreamConfig | None, given: dict[str, Any]) -> AbstractContextManager[None]:
         """Return a block in which TRL's constructor makes or takes models that are then streamed; `given` are its arguments."""
