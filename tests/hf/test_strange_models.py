@@ -14,6 +14,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations import flash_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -69,8 +70,15 @@ def eager_in_the_models_file(monkeypatch, model):
     model.set_attn_implementation("eager")
 
 
+def inside_flash_attention(monkeypatch, model):
+    """As verl and ring-flash-attn do, where ranks share a sequence."""
+    monkeypatch.setattr(flash_attention, "_flash_attention_forward", halved)
+    model.config._attn_implementation_internal = "flash_attention_2"
+
+
 @pytest.mark.parametrize(
-    "install", [under_a_name_of_its_own, under_a_known_name, mask_under_a_known_name, eager_in_the_models_file]
+    "install",
+    [under_a_name_of_its_own, under_a_known_name, mask_under_a_known_name, eager_in_the_models_file, inside_flash_attention],
 )
 @pytest.mark.parametrize("enabled_before", [True, False])
 def test_attention_that_is_not_transformers_own_is_refused(install, enabled_before, monkeypatch):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -299,20 +300,29 @@ def foreign_attention(configs: list[Any], layer: nn.Module) -> Iterator[str]:
                 "streamed attention would not call what is in its place; streamgrad.parallel shares sequences between ranks"
             )
         functions = [interface.get(name) for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)]
-        files = {"transformers", "streamgrad", "deepspeed"}  # whose Ulysses is known (`hf.sequence_slices`)
+        files = {"transformers", "torch", "streamgrad", "deepspeed"}  # whose Ulysses is known (`hf.sequence_slices`)
         if name == "eager":
             calls = [type(module).forward for module in modules_of(layer)]
             calls = [forward for forward in calls if "eager_attention_forward" in getattr(forward, "__globals__", ())]
             functions += [forward.__globals__["eager_attention_forward"] for forward in calls]
             files |= {forward.__module__.partition(".")[0] for forward in calls}
+        functions = list(map(_unwrapped, functions))
+        functions += [called for function in functions for called in _called_by(function)]
         for function in functions:
-            origin = getattr(_unwrapped(function), "__module__", None)
+            origin = getattr(function, "__module__", None)
             if function is not None and (origin or "").partition(".")[0] not in files:
                 yield (
                     f"its attention, {name!r}, has a function of {origin} in place of transformers' own, which is all that is "
                     "streamed; put that back, with model.set_attn_implementation('sdpa') where the name is your own, or in a "
                     f"process that does not import {(origin or '').partition('.')[0]}"
                 )
+
+
+def _called_by(function: Any) -> list[Any]:
+    """Return the functions that it calls by global names: rings of ranks replace those of FlashAttention, and not itself."""
+    names = getattr(getattr(function, "__code__", None), "co_names", ())
+    values = [function.__globals__.get(name) for name in names]
+    return [value for value in values if isinstance(value, types.FunctionType)]
 
 
 def replaced_attention(layer: nn.Module) -> Iterator[tuple[str, str]]:

@@ -8,26 +8,19 @@ not know.
 
 from __future__ import annotations
 
-import json
-import os
 from typing import Any
 
 from streamgrad.hf.discover import unwrap
 from streamgrad.hf.no_logits import NoLogits
 from streamgrad.integrations.callback import StreamgradCallback
+from streamgrad.integrations.environment import config_from_environment
 
 
 class SwiftCallback(StreamgradCallback):
     """`StreamgradCallback`, made in ms-swift's way, for a trainer that looks at the logits of each step unless they are None."""
 
     def __init__(self, args: Any, trainer: Any) -> None:
-        try:
-            options = json.loads(os.environ.get("STREAMGRAD") or "{}")
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"STREAMGRAD={os.environ['STREAMGRAD']!r} is not JSON ({error}). Write STREAMGRAD='{{\"chunk_size\": 4096}}'."
-            ) from error
-        super().__init__(**options)
+        super().__init__(config_from_environment())
         if args.use_logits_to_keep:
             raise ValueError(
                 "use_logits_to_keep=True cuts labels to the logits that it keeps, and no logits are made while streaming. "
