@@ -12,7 +12,7 @@ PAGE = Path(__file__).parent / "api.md"
 MODULES = {
     "streamgrad": "The model, its head, and what a step will cost.",
     "streamgrad.objectives": "Losses as functions of token log-probabilities; no trainer is needed.",
-    "streamgrad.trl": 'TRL\'s trainers, streamed (`pip install "streamgrad[trl]"`). [Trainers](trainers.md) has the details.',
+    "streamgrad.trl": 'TRL\'s trainers, streamed (`pip install ".[trl]"`). [Trainers](trainers.md) has the details.',
     "streamgrad.parallel": "What an engine still needs to be told. [More than one GPU](distributed.md) has the details.",
 }
 _WIDTH = 100

@@ -70,6 +70,11 @@ def test_a_marker_needs_a_reason(marker):
         runnable(f"{marker}\n```python\nx = 1\n```\n")
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_no_page_installs_from_an_index_where_the_package_is_not(name):
+    assert not re.search(r"pip install[^\n`]*[ \"']streamgrad\b", (ROOT / name).read_text())
+
+
 def commands() -> list[tuple[str, ...]]:
     """The arguments of every `streamgrad ...` command of a shell block, up to where options begin."""
     found = {}
