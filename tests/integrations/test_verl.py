@@ -48,6 +48,7 @@ def test_verl_trains_as_without_the_plug(tmp_path, case):
     [
         ({"enable_activation_offload": True}, {}, "", r"enable_activation_offload moves every tensor"),
         ({}, {"ulysses_sequence_parallel_size": 2}, "", r"ulysses_sequence_parallel_size=2 cuts sequences between ranks"),
+        ({}, {"strategy": "fsdp"}, "", r"Set strategy=fsdp2"),
         ({}, {}, "[4096]", r"names no options"),
     ],
 )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -42,12 +41,18 @@ def make_engine(model: dict, engine: dict) -> FSDPEngineWithLMHead:
     """As verl's workers make it: the model's configuration first, which imports `external_lib`."""
     EngineRegistry.register("language_model", ["fsdp2"], device="cpu")(FSDPEngineWithLMHead)
     model_config = HFModelConfig(path="model", override_config={"attn_implementation": "sdpa"}, **model)
-    engine_config = FSDPEngineConfig(
-        strategy="fsdp2", mixed_precision={"param_dtype": "fp32"}, model_dtype="fp32", use_torch_compile=False, **engine
-    )
+    settings = {
+        "strategy": "fsdp2",
+        "mixed_precision": {"param_dtype": "fp32"},
+        "model_dtype": "fp32",
+        "use_torch_compile": False,
+    }
+    engine_config = FSDPEngineConfig(**settings | engine)
     optimizer = FSDPOptimizerConfig(lr=1e-3, total_training_steps=3)
     torch.manual_seed(0)
-    made = EngineRegistry.new("language_model", "fsdp2", model_config, engine_config, optimizer, CheckpointConfig())
+    made = EngineRegistry.new(
+        "language_model", engine_config.strategy, model_config, engine_config, optimizer, CheckpointConfig()
+    )
     made.initialize()
     return made
 
@@ -87,7 +92,7 @@ def main() -> None:
             step = {"loss": output["loss"], "grad_norm": float(engine.optimizer_step())}
         step |= {name: output["model_output"][name].values().tolist() for name in ("log_probs", "entropy")}
         print("STEP", json.dumps(step))
-    with engine.eval_mode(), nullcontext():
+    with engine.eval_mode():
         scored = engine.forward_backward_batch(batch(options["batch"]), None, forward_only=True)
     print("STEP", json.dumps({"scored": scored["model_output"]["log_probs"].values().tolist()}))
     if os.environ.get("STREAMGRAD"):

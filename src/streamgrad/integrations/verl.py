@@ -23,28 +23,32 @@ class _Streamed:
 
     module: Any
     model_config: Any
-    engine_config: Any
 
-    def initialize(self) -> None:
-        """Build the model as verl does, and stream it."""
-        config = config_from_environment()
-        ranks = self.engine_config.ulysses_sequence_parallel_size
+    def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
+        if engine_config.strategy != "fsdp2":
+            raise ValueError(f"strategy={engine_config.strategy} gathers layers at every chunk. Set strategy=fsdp2.")
+        ranks = engine_config.ulysses_sequence_parallel_size
         if ranks > 1:
             raise ValueError(
                 f"ulysses_sequence_parallel_size={ranks} cuts sequences between ranks inside FlashAttention, which streamed "
                 "layers do not call. Set it to 1."
             )
-        if self.model_config.enable_activation_offload:
+        if model_config.enable_activation_offload:
             raise ValueError(
                 "enable_activation_offload moves every tensor that autograd keeps to the host, even those that a streamed layer "
                 'makes and drops within its own backward. Set it to False, and STREAMGRAD=\'{"offload": "host"}\'.'
             )
+        self._stream_config = config_from_environment()
+        super().__init__(model_config, engine_config, *args, **kwargs)  # type: ignore[call-arg]
+
+    def initialize(self) -> None:
+        """Build the model as verl does, and stream it."""
         super().initialize()  # type: ignore[misc]
         model = unwrap(self.module)
         # With one rank the function that verl puts into FlashAttention does nothing of its own, and streamed layers call neither.
         model.set_attn_implementation("sdpa")
         # verl's fused kernels are the model's forward, and take log-probabilities of hidden states.
-        enable_for_training(model.get_decoder() if self.model_config.use_fused_kernels else self.module, config)
+        enable_for_training(model.get_decoder() if self.model_config.use_fused_kernels else self.module, self._stream_config)
 
 
 _register = {"backend": ["fsdp", "fsdp2"], "device": get_device_name(), "vendor": get_vendor()}
