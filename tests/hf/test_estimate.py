@@ -120,6 +120,7 @@ def test_a_configuration_a_directory_and_a_model_are_taken(tmp_path):
         ({"model": "./nowhere"}, "'./nowhere' is neither a directory that exists nor a preset.*qwen3-8b.*Qwen/Qwen3-8B"),
         ({"model": "some/where/else"}, "'some/where/else' is neither a directory that exists"),
         ({"method": "half"}, "method must be one of 'full', 'lora', got 'half'"),
+        ({"method": "qlora"}, "QLoRA is method='lora' with quantization='nf4'"),
         ({"engine": "zero3"}, "engine='zero3' with gpus=1"),
         ({"gpus": 2}, "engine='none' with gpus=2"),
         ({"gpu_memory": "80 apples"}, "gpu_memory: '80 apples' is not an amount of memory"),

@@ -32,7 +32,7 @@ def test_before_enable_after_it_and_after_a_step(model):
     assert seen.plan is not None and set(seen.plan.chunk_sizes) == {5} and seen.expected_peak_bytes is None
     text = str(seen)
     assert "2 x 13 tokens in 3 chunks of at most 5" in text and "each of 2 layers keeps its input" in text
-    assert "not planned" in text and "of the whole process" in text
+    assert "only a memory_budget plans one" in text and "of the whole process" in text
     assert seen.peak_bytes > sum(parameter.nbytes for parameter in model.parameters())
     streamgrad.disable(model)
     assert streamgrad.status(model).config is None
@@ -79,7 +79,7 @@ def test_the_first_step_with_gradients_is_logged_once(model, caplog):
     assert record.levelno == logging.INFO
     assert record.getMessage() == (
         "streamgrad: Qwen3Model is streamed: 2 x 13 tokens in 3 chunks of at most 5; each of 2 layers keeps its input; attention "
-        "by sdpa; expected peak not planned: no memory_budget for cpu"
+        "by sdpa; expected peak unknown: on cpu, only a memory_budget plans one"
     )
 
 

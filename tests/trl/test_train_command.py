@@ -183,6 +183,7 @@ def test_a_cpu_trains_in_float32_unless_told_otherwise(tmp_path):
     words = ["--output_dir", str(tmp_path), "--use_cpu", "--model_name_or_path", str(tmp_path)]
     assert Command.parse("sft", words).training.bf16 is False
     assert Command.parse("sft", [*words, "--bf16", "true"]).training.bf16 is True
+    assert Command.parse("sft", [*words, "--bf16"]).training.bf16 is True
     (tmp_path / "run.yaml").write_text("use_cpu: true")
     assert Command.parse("sft", [*words[:2], "--config", str(tmp_path / "run.yaml")]).training.bf16 is False
 
@@ -239,6 +240,8 @@ def test_sharing_is_an_option_of_trainers_with_prompts(train):
         (["sft", "--model_name_or_path", "Qwen/Qwen3-8B", "--bf16", "false"], "without a dataset to train it on"),
         (["sft", "--dataset_name", "./nodata"], "dataset './nodata': there is no such file or directory"),
         (["dpo", "--bf16", "false", "--loss_type", "sigmoidal", "--max_steps", "1"], "Unknown loss type: sigmoidal"),
+        (["sft", "--load_in_4bit"], "--load_in_4bit keeps weights that cannot be trained.* Pass --use_peft"),
+        (["orpo"], "there is no command for orpo, .* streamgrad.objectives.dpo_loss, .*docs/trainers.md.* sft, dpo, grpo"),
         (["ppo"], None),
         (["sft", "--no_such_flag", "1"], None),
         (["sft", "--lerning_rate", "1"], None),

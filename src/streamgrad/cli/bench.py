@@ -39,9 +39,10 @@ def bench(
     lengths = numbers_in("--seq-len", seq_len, least=2)
     check_found(model)
     # Here, so that `--help` and a wrong name need not wait for them.
-    from streamgrad.cli.bench_run import device_name, has_weights, measured_model, steps_of
-    from streamgrad.cli.chosen_device import chosen_device
-    from streamgrad.hf.status import show_messages
+    with Console(stderr=True).status("Loading torch and transformers ..."):
+        from streamgrad.cli.bench_run import device_name, has_weights, measured_model, steps_of
+        from streamgrad.cli.chosen_device import chosen_device
+        from streamgrad.hf.status import show_messages
 
     show_messages()  # the plan of each length
     target = chosen_device(device, one_thread=False)

@@ -34,18 +34,18 @@ def check(
     `python -m streamgrad check ./my-model --json`
     """
     check_found(model)
-    # Imported here, so that `--help` and a wrong name need not wait for them.
-    import torch
+    with Console(stderr=True).status("Loading torch and transformers ...") as status:
+        # Imported here, so that `--help` and a wrong name need not wait for them.
+        import torch
 
-    from streamgrad.cli.chosen_device import chosen_device
-    from streamgrad.hf.configs import config_of
-    from streamgrad.hf.discover import find_decoder
-    from streamgrad.hf.dry_run import meta_model
-    from streamgrad.precision import LARGEST_ERROR, LARGEST_RATIO, MODELS, check_precision
+        from streamgrad.cli.chosen_device import chosen_device
+        from streamgrad.hf.configs import config_of
+        from streamgrad.hf.discover import find_decoder
+        from streamgrad.hf.dry_run import meta_model
+        from streamgrad.precision import LARGEST_ERROR, LARGEST_RATIO, MODELS, check_precision
 
-    config, target = config_of(model), chosen_device(device)
-    find_decoder(meta_model(config, dtype=torch.bfloat16))  # which refuses what the sizes of a small copy would hide
-    with Console(stderr=True).status("Loading ...") as status:
+        config, target = config_of(model), chosen_device(device)
+        find_decoder(meta_model(config, dtype=torch.bfloat16))  # which refuses what the sizes of a small copy would hide
 
         def tell(done: int, total: int) -> None:
             more = "; the noise of 16 bits asks for more" if total > MODELS else ""

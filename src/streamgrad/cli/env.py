@@ -21,9 +21,10 @@ def env(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON obj
 
     `python -m streamgrad env --json`
     """
-    from streamgrad.cli.env_report import environment, print_environment
+    with Console(stderr=True).status("Loading torch and trying kernels ..."):
+        from streamgrad.cli.env_report import environment, print_environment
 
-    found = environment()
+        found = environment()
     if as_json:
         typer.echo(json.dumps(asdict(found), indent=2))
     else:

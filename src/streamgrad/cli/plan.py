@@ -109,8 +109,9 @@ def plan(
         _print_group(estimate_group(model, options=options, **asked), as_json=as_json)
         return
     lengths = _lengths(seq_len, longest=longest, drawn=out is not None)
-    estimator = estimator_of(model, options)
-    reports, saving = reports_of(model, estimator, lengths), choices(estimator)
+    with Console(stderr=True).status("Planning; what is not a preset needs torch, which takes seconds to load ..."):
+        estimator = estimator_of(model, options)
+        reports, saving = reports_of(model, estimator, lengths), choices(estimator)
     if out is not None:
         draw(reports[0], out)
     if as_json:

@@ -45,10 +45,11 @@ def profile(
     import matplotlib  # noqa: F401  (missing, it is found before the steps and not after them)
 
     # Here, so that `--help` need not wait for them.
-    from streamgrad.cli.chosen_device import chosen_device
-    from streamgrad.cli.profile_run import STREAMED, profiled_model, record_both
-    from streamgrad.profile.advice import advice
-    from streamgrad.profile.timeline_picture import draw, write_page
+    with Console(stderr=True).status("Loading torch and transformers ..."):
+        from streamgrad.cli.chosen_device import chosen_device
+        from streamgrad.cli.profile_run import STREAMED, profiled_model, record_both
+        from streamgrad.profile.advice import advice
+        from streamgrad.profile.timeline_picture import draw, write_page
 
     target = chosen_device(device)
     subject = profiled_model(model, layers, target)

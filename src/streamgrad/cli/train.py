@@ -7,6 +7,7 @@ and RLOO as openings whose continuations should have many "e", and for distillat
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -67,14 +68,29 @@ for _objective, _what in _HELP.items():
     _add(_objective, _what)
 
 
+def _refuse(objective: str) -> None:
+    @train.command(objective, hidden=True, context_settings=_PASSED_ON)
+    def command(context: typer.Context) -> None:
+        raise ValueError(
+            f"there is no command for {objective}, as TRL has no stable trainer for it. Its loss is streamed in a loop of yours: "
+            "streamgrad.objectives.dpo_loss, which docs/trainers.md shows for orpo, simpo and cpo. Or pass one of "
+            f"{', '.join(_HELP)}."
+        )
+
+
+for _objective in ("orpo", "simpo", "cpo"):  # before they are taken for misspelt names of others
+    _refuse(_objective)
+
+
 def run(objective: str, arguments: Sequence[str], console: Console) -> None:
     """Train with `objective` and TRL's flags, `arguments`, and print how the loss or reward has changed."""
     # Imported here, so that other commands work without trl, and `train --help` need not wait for torch.
-    import torch
-
     try:
-        from streamgrad.trl.command import Command
-        from streamgrad.trl.command import train as train_as
+        with Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0").status("Loading torch and TRL ..."):
+            import torch
+
+            from streamgrad.trl.command import Command
+            from streamgrad.trl.command import train as train_as
     except ImportError as error:
         if (error.name or "").partition(".")[0] not in ("trl", "datasets"):
             raise

@@ -68,7 +68,8 @@ class Options:
         }  # fmt: skip
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {getattr(self, name)!r}.")
+                hint = " QLoRA is method='lora' with quantization='nf4'." if getattr(self, name) == "qlora" else ""
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {getattr(self, name)!r}.{hint}")
         for name in ("batch", "gpus", "gpus_per_node", "sp", "lora_rank"):
             check_count(name, getattr(self, name))
         if self.lora_rank is not None and self.method != "lora":

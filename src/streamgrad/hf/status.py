@@ -47,6 +47,10 @@ class Status:
         return (self.plan.peak_bytes or None) if self.plan is not None else None
 
     @property
+    def _no_peak(self) -> str:
+        return f"unknown: on {self.device}, only a memory_budget plans one"
+
+    @property
     def first_line(self) -> str:
         """Return the plan of the latest step in one line."""
         if self.config is None:
@@ -59,7 +63,7 @@ class Status:
             f"{_kept(self.plan)}; attention by {', '.join(self.kernels) or 'no kernel'}; "
             + (f"optimizer {self.optimizer}; " if self.optimizer else "")
             + "expected peak "
-            + (f"{readable(expected)} on {self.device}" if expected else f"not planned: no memory_budget for {self.device}")
+            + (f"{readable(expected)} on {self.device}" if expected else self._no_peak)
             + (f" and {readable(self.plan.host_bytes)} on the host" if self.plan.host_bytes else "")
         )
 
@@ -72,7 +76,7 @@ class Status:
             "latest step": f"{self.rows} x {self.tokens:,} tokens in {_chunks(self.plan, self.tokens)}",
             "for backward": _kept(self.plan),
             "attention": ", ".join(self.kernels) or "no kernel",
-            "expected peak": readable(expected) if expected else "not planned: no memory_budget was given, and this is no GPU",
+            "expected peak": readable(expected) if expected else self._no_peak,
             "peak so far": f"{readable(self.peak_bytes)}, {counted}",
         }
         if self.compile_seconds is not None:

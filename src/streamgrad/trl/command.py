@@ -199,6 +199,7 @@ class Command:
         _check_counts(options)
         _check_finite(options)
         _check_steps(training)
+        _check_adapters(model)
         check_launch(training.distributed_state)
         training.resume_from_checkpoint = checkpoint_to_resume(
             training.resume_from_checkpoint, training.output_dir, training.world_size
@@ -262,6 +263,15 @@ def _check_steps(training: Any) -> None:
         raise ValueError(
             f'model_init_kwargs={training.model_init_kwargs!r} must be a JSON object, such as \'{{"dtype": "float32"}}\'.'
         )
+
+
+def _check_adapters(model: Any) -> None:
+    for option in ("load_in_4bit", "load_in_8bit"):
+        if getattr(model, option) and not model.use_peft:
+            raise ValueError(
+                f"--{option} keeps weights that cannot be trained, and no adapters were asked for. Pass --use_peft for QLoRA, or "
+                f"leave out --{option}."
+            )
 
 
 @contextmanager

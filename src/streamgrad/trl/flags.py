@@ -39,6 +39,8 @@ class FlagParser(TrlParser):
         for action in self._actions:
             if action.dest == "dataset_name":
                 action.help = "JSON, JSON lines, CSV or Parquet file, a directory of them, or a name on the hub."
+            if getattr(action.type, "__name__", "") == "string_to_bool" and action.nargs is None:  # --bf16, without a default
+                action.nargs, action.const = "?", True
         self.add_argument("--help_all", action=_HelpAll, nargs=0, dest=argparse.SUPPRESS, help="describe every flag, and exit")
 
     def format_help(self) -> str:
