@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shlex
@@ -10,7 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
 from safetensors.torch import load_file
+from transformers import TrainingArguments
+from trl import SFTConfig
 
 from gradients import more
 from streamgrad.cli import main
@@ -54,8 +58,13 @@ def check_adapter(folder: Path) -> None:
     assert all(tensor.isfinite().all() and tensor.any() for name, tensor in trained.items() if "lora_B" in name)
 
 
-@pytest.mark.parametrize("words", [words for words in commands("docs/quickstart.md") if words[0] not in SLOW], ids=" ".join)
-def test_commands_of_the_quickstart(run, tmp_path, words, caplog):
+OF_README = [words for words in commands("README.md") if words[0] not in SLOW and "--dataset_name" not in words]
+
+
+@pytest.mark.parametrize(
+    "words", [*OF_README, *(words for words in commands("docs/quickstart.md") if words[0] not in SLOW)], ids=" ".join
+)
+def test_commands_of_readme_and_quickstart(run, tmp_path, words, caplog):
     caplog.set_level("INFO", logger="streamgrad")
     out, _ = run(words)
     if words[0] == "train":
@@ -77,6 +86,29 @@ def test_the_readmes_command_with_a_model_that_is_there(run, tmp_path):
     words[words.index("--model_name_or_path") + 1] = "model"
     run([*words, "--max_steps", "1", "--output_dir", "out", *([] if torch.cuda.is_available() else ["--use_cpu"])])
     check_adapter(tmp_path / "out")
+
+
+def test_the_readmes_plan_is_the_cell_of_its_table(run):
+    (words,) = [words for words in commands("README.md") if words[0] == "plan"]
+    longest = json.loads(run([*words, "--json"])[0])["streamed"]["longest_tokens"]
+    rows = [line.split(" | ") for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| Qwen3-8B | LoRA")]
+    assert rows[0][2].startswith(f"**{longest // 1000}k**")
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["Trainer", "TRL"])
+def test_the_readmes_lines_run(tmp_path, monkeypatch, number, caplog):
+    """With a tiny model in the place of the named one, one step, and on a CPU where there is no GPU."""
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level("INFO", logger="streamgrad")
+    save_embedded_model(tmp_path / "model")
+    blocks = re.findall(r"^```diff\n(.*?)^```$", (ROOT / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    code = "\n".join(line[2:] for line in blocks[number].splitlines() if not line.startswith("-"))
+    one_step = {"output_dir": "out", "max_steps": 1, "report_to": "none", "use_cpu": not torch.cuda.is_available()}
+    monkeypatch.setattr("trl.SFTConfig", functools.partial(SFTConfig, **one_step, bf16=torch.cuda.is_available()))
+    rows = [{"input_ids": list(range(2, 42)), "labels": list(range(2, 42))}] * 8
+    names = {"args": TrainingArguments(**one_step), "dataset": Dataset.from_list([ROWS, rows][number == 0])}
+    exec(compile(code.replace("Qwen/Qwen3-8B", "model"), "README.md", "exec"), names)
+    assert sum("is streamed: " in record.getMessage() for record in caplog.records) == 1
 
 
 def test_the_notebook_runs(tmp_path, monkeypatch, capsys):

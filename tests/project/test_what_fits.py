@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from docs import generate_what_fits as fits
 from gradients import more
 
+README = Path(__file__).parents[2] / "README.md"
 ROWS = [("qwen3-8b", "QLoRA"), pytest.param("qwen3-32b", "full", marks=more)]
 
 
@@ -21,6 +24,11 @@ def test_the_words_are_up_to_date(monkeypatch):
     monkeypatch.setattr(fits, "table", lambda: table)
     assert fits.page() == text, "run `python docs/generate_what_fits.py`"
     assert len(table.splitlines()) == 2 + len(fits.MODELS) * len(fits.METHODS)
+
+
+def test_readme_has_the_pages_table():
+    rows = [[line for line in path.read_text().splitlines() if line.startswith("| Qwen3-")] for path in (fits.PAGE, README)]
+    assert rows[0] == rows[1] != []
 
 
 @more

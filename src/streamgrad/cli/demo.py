@@ -16,7 +16,7 @@ def demo(
     memory_image: Annotated[
         Path | None, typer.Option(help="Also save the memory half of the plot alone.", callback=writable_file)
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Take a few seconds: fewer steps, shorter sequences.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Take ten seconds: fewer steps, shorter sequences.")] = False,
 ) -> None:
     """Train a small model twice, with ordinary backpropagation and streamed, and compare gradients, losses and memory.
 
