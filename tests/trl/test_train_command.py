@@ -237,6 +237,7 @@ def test_sharing_is_an_option_of_trainers_with_prompts(train):
         (["sft", "--model_name_or_path", "./nomodel", "--bf16", "false"], "model='./nomodel': there is no such directory"),
         (["sft", "--model_name_or_path", "./nomodel"], "model='./nomodel': there is no such directory"),
         (["sft", "--model_name_or_path", "qwen3-8b"], "'qwen3-8b' is a preset, a shape without weights"),
+        (["sft", "--model_name_or_path", "Llama-3.1-8B"], "'Llama-3.1-8B' is a preset, .* owner: meta-llama/Llama-3.1-8B"),
         (["sft", "--model_name_or_path", "Qwen/Qwen3-8B", "--bf16", "false"], "without a dataset to train it on"),
         (["sft", "--dataset_name", "./nodata"], "dataset './nodata': there is no such file or directory"),
         (["dpo", "--bf16", "false", "--loss_type", "sigmoidal", "--max_steps", "1"], "Unknown loss type: sigmoidal"),

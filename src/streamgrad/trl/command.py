@@ -37,7 +37,7 @@ from trl.scripts.rloo import RLOOScriptArguments
 
 from streamgrad.config import ATTENTION_BACKENDS, FUSED_KERNEL_MODES, KEEP_POLICIES, OFFLOAD_PLACES, StreamConfig, parse_count
 from streamgrad.hf.configs import check_causal, short_reason, stored_config
-from streamgrad.hf.presets import check_stored, preset_names
+from streamgrad.hf.presets import check_stored, preset_of, presets
 from streamgrad.parallel import check_launch
 from streamgrad.trl.checkpoints import checkpoint_to_resume, last_checkpoint, named_if_it_fails
 from streamgrad.trl.datasets import accepted_columns, dataset_of, split_of
@@ -227,8 +227,13 @@ class Command:
 
 
 def _check_name(name: str) -> None:
-    if name in preset_names() and not os.path.exists(name):
-        raise ValueError(f"model={name!r} is a preset, a shape without weights. Pass a directory, or a name on the hub.")
+    preset = preset_of(name)
+    if preset is not None and "/" not in name and not os.path.exists(name):
+        published = presets()[preset].get("hub", "Qwen/Qwen3-8B")
+        raise ValueError(
+            f"model={name!r} is a preset, a shape without weights. Pass a directory, or a name on the hub with its owner: "
+            f"{published}."
+        )
     check_stored(name)
 
 
