@@ -34,6 +34,7 @@ from streamgrad.hf.decoder import DecoderStream, decoder_forward, kind_of_layer
 from streamgrad.hf.discover import decoder_layers, find_decoder, has_attention, is_recurrent, sliding_window
 from streamgrad.hf.patching import InstalledForward
 from streamgrad.hf.step_plan import Sample
+from streamgrad.hf.whole_step import WholeStep
 from streamgrad.memory.costs import LayerCosts, LayerProfile, ModelShape
 from streamgrad.memory.live_bytes import LiveBytes
 from streamgrad.memory.measure import measured_costs
@@ -163,6 +164,10 @@ class _Recorder:
 
     def chunk_size(self, batch: int, sequence: int) -> int:
         return sequence
+
+    def keeps_everything(self, step: WholeStep, decoder: nn.Module, layers: int) -> bool:
+        """Return False: layers that run plain are not handed to the planner."""
+        return False
 
     def must_measure(self, layers: list[nn.Module], h_BLE: Tensor) -> bool:
         return True
