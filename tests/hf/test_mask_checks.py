@@ -211,3 +211,16 @@ def test_masks_that_mean_nothing_are_refused(mask, words):
     with pytest.raises(ValueError, match=words):
         model(input_ids=ids, labels=ids, attention_mask=mask)
     assert model.model._streamgrad.stream.backends == kernels
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(1, 12), torch.tensor([[1] * 5 + [2] * 7])], ids=["none", "ones", "numbers"])
+def test_positions_separate_documents_of_flash_attention(mask):
+    """FlashAttention takes a mask without padding for none, and then goes by the positions; ids of documents are such masks."""
+    model = tiny_model("llama")
+    ids, positions = tokens(1, 12), torch.cat([torch.arange(5), torch.arange(7)])[None]
+    packed = {"input_ids": ids, "labels": ids, "position_ids": positions, "use_cache": False}
+    with no_float32():
+        expected = run_step(model, packed)
+        model.config._attn_implementation = "flash_attention_2"  # as in a model that runs on a GPU
+        streamgrad.enable(model, chunk_size=5, attention="eager")
+        assert_same_step(run_step(model, packed | {"attention_mask": mask}), expected, 1e-10)

@@ -34,7 +34,7 @@ from streamgrad.engine.replay import DRAWING
 from streamgrad.engine.segment import Joint
 from streamgrad.engine.shortage import naming_shortage
 from streamgrad.engine.trial import identity
-from streamgrad.hf.call_checks import drop_cache, refuse_what_needs_whole_layers
+from streamgrad.hf.call_checks import drop_cache, drop_full_mask, refuse_what_needs_whole_layers
 from streamgrad.hf.compiled_layers import LayerCompiler
 from streamgrad.hf.deepspeed import is_partitioned
 from streamgrad.hf.discover import (
@@ -108,6 +108,8 @@ def decoder_forward(decoder: Any, stock: Callable[..., Any], stream: DecoderStre
     check_mask(arguments, decoder.config)
     if group is not None and stream.tree is not None:
         raise ValueError(f"ranks share the sequences of {name}, which cannot share their beginnings as well. Pass separate rows.")
+    if group is None:
+        drop_full_mask(arguments, decoder.config)
     whole = WholeSequences(arguments, stream.tree)
     sequences = whole if group is None else Slices.of(decoder, arguments, group, stream.planner)
     drop_cache(sequences.arguments)
