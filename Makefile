@@ -35,11 +35,13 @@ test-matrix: $(VENV)/.installed
 	done
 
 # Frameworks that streamgrad plugs into, each with the versions it was tried with, beside and not in this environment.
+TORCHAO_TESTS := tests/hf/test_optimizers.py tests/hf/test_quantized.py tests/engine/test_foreign_tensors.py
 test-plugs: $(VENV)/.installed
 	for list in tests/integrations/*.txt; do \
 		$(BIN)/python -m pip install -q --no-deps --upgrade --target out/plugs/$$(basename $$list .txt) --requirement $$list || exit 1; \
 	done
 	$(ONE_THREAD) $(BIN)/python -m pytest -q tests/integrations
+	$(ONE_THREAD) PYTHONPATH=out/plugs/torchao $(BIN)/python -m pytest -q $(TORCHAO_TESTS)
 
 # Random cases against plain backpropagation, with a program for each that fails: `make fuzz CASES=5000 SEED=7` draws others.
 CASES ?= 2000

@@ -158,7 +158,7 @@ def test_gradients_of_such_a_parameter_are_summed_in_32_bits():
 
 @pytest.fixture
 def torchao():
-    return pytest.importorskip("torchao", reason="needs torchao: pip install torchao")
+    return pytest.importorskip("torchao", reason="needs torchao, as in make test-plugs")
 
 
 def test_int8_mixed_precision_training_is_exact(torchao):
