@@ -214,13 +214,24 @@ def test_masks_that_mean_nothing_are_refused(mask, words):
 
 
 @pytest.mark.parametrize("mask", [None, torch.ones(1, 12), torch.tensor([[1] * 5 + [2] * 7])], ids=["none", "ones", "numbers"])
-def test_positions_separate_documents_of_flash_attention(mask):
-    """FlashAttention takes a mask without padding for none, and then goes by the positions; ids of documents are such masks."""
-    model = tiny_model("llama")
-    ids, positions = tokens(1, 12), torch.cat([torch.arange(5), torch.arange(7)])[None]
-    packed = {"input_ids": ids, "labels": ids, "position_ids": positions, "use_cache": False}
+@pytest.mark.parametrize(
+    ("positions", "starts"),
+    [
+        ([0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6], [0, 5]),
+        ([3, 4, 5, 3, 4, 3, 4, 5, 6, 7, 8, 9], [0, 3, 5]),
+        ([0, 1, 2, 3, 7, 8, 9, 10, 11, 12, 13, 14], [0]),
+        ([0, 1, 2, 3, 4, 5, 3, 4, 5, 6, 7, 8], [0]),
+    ],
+    ids=["restart", "restart above 0", "gap", "back"],
+)
+def test_documents_are_those_of_flash_attention(positions, starts, mask):
+    """It takes a mask without padding for none; a document then begins wherever the positions are at their lowest."""
+    model, ids = tiny_model("llama"), tokens(1, 12)
+    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.tensor([positions]), "use_cache": False}
+    document_T = torch.isin(torch.arange(12), torch.tensor(starts)).cumsum(0)
+    seen = (document_T[:, None] == document_T).tril()[None, None]
     with no_float32():
-        expected = run_step(model, packed)
+        expected = run_step(model, batch | {"attention_mask": seen})
         model.config._attn_implementation = "flash_attention_2"  # as in a model that runs on a GPU
         streamgrad.enable(model, chunk_size=5, attention="eager")
-        assert_same_step(run_step(model, packed | {"attention_mask": mask}), expected, 1e-10)
+        assert_same_step(run_step(model, batch | {"attention_mask": mask}), expected, 1e-10)

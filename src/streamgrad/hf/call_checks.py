@@ -5,8 +5,6 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from torch import Tensor
-
 
 def refuse_what_needs_whole_layers(decoder: Any, arguments: dict[str, Any]) -> None:
     """Raise for attention weights, and for a cache that holds keys already."""
@@ -41,16 +39,3 @@ def drop_cache(arguments: dict[str, Any]) -> None:
         )
     arguments.pop("past_key_values", None)
     arguments["use_cache"] = False
-
-
-def drop_full_mask(arguments: dict[str, Any], config: Any) -> None:
-    """Leave out the mask of one row without padding where the stock model attends by FlashAttention, which does so itself.
-
-    Position ids that restart then separate documents, as they do in the stock model; SDPA and eager attention look at them only
-    where no mask is given at all.
-    """
-    mask_BT, positions = arguments.get("attention_mask"), arguments.get("position_ids")
-    if "flash" not in str(config._attn_implementation) or positions is None or not isinstance(mask_BT, Tensor):
-        return
-    if mask_BT.ndim == 2 and mask_BT.shape[0] == 1 and bool(mask_BT.all()):
-        arguments["attention_mask"] = None

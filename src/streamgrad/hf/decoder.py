@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain
@@ -34,7 +34,7 @@ from streamgrad.engine.replay import DRAWING
 from streamgrad.engine.segment import Joint
 from streamgrad.engine.shortage import naming_shortage
 from streamgrad.engine.trial import identity
-from streamgrad.hf.call_checks import drop_cache, drop_full_mask, refuse_what_needs_whole_layers
+from streamgrad.hf.call_checks import drop_cache, refuse_what_needs_whole_layers
 from streamgrad.hf.compiled_layers import LayerCompiler
 from streamgrad.hf.deepspeed import is_partitioned
 from streamgrad.hf.discover import (
@@ -63,7 +63,7 @@ from streamgrad.hf.patching import (
 from streamgrad.hf.peft import PEFT_ADAPTERS
 from streamgrad.hf.plain_pass import attention_of, plain_layers, whole_step
 from streamgrad.hf.recorded import Recorder
-from streamgrad.hf.seams import NotCausal, layer_mask, streamed_attention_in, with_documents
+from streamgrad.hf.seams import NotCausal, documents_as_stock, layer_mask, streamed_attention_in, with_documents
 from streamgrad.hf.sequence_slices import SequenceGroup, Slices, WholeSequences, sequence_group
 from streamgrad.hf.step_plan import PlannedCall, Planner, Sample
 from streamgrad.hf.tensor_parallel import planned_together
@@ -108,13 +108,13 @@ def decoder_forward(decoder: Any, stock: Callable[..., Any], stream: DecoderStre
     check_mask(arguments, decoder.config)
     if group is not None and stream.tree is not None:
         raise ValueError(f"ranks share the sequences of {name}, which cannot share their beginnings as well. Pass separate rows.")
-    if group is None:
-        drop_full_mask(arguments, decoder.config)
+    alone = group is None and stream.tree is None
+    documents = documents_as_stock(arguments, decoder.config) if alone else nullcontext()
     whole = WholeSequences(arguments, stream.tree)
     sequences = whole if group is None else Slices.of(decoder, arguments, group, stream.planner)
     drop_cache(sequences.arguments)
     try:
-        with stream.in_use.claimed(name):
+        with stream.in_use.claimed(name), documents:
             output = _streamed_or_again(decoder, stock, stream, sequences)
     except SeamError as error:
         raise cannot_be_streamed(decoder, error, enabled=True) from error

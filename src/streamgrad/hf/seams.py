@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -333,3 +333,33 @@ def documents_of_sequence(documents_BT: Tensor | None) -> Iterator[None]:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = found
+
+
+def attends_by_flash(config: Any) -> bool:
+    """Return whether the stock model attends by FlashAttention, which separates documents by a rule of its own."""
+    return "flash" in str(attention_name(config))
+
+
+def documents_of_flash(positions_BT: Tensor) -> Tensor | None:
+    """Return the numbers of documents that FlashAttention separates in a row without padding, or None for a single one.
+
+    A document begins where the positions are at their lowest, as `prepare_fa_kwargs_from_position_ids` has it. SDPA and eager
+    attention separate them wherever a position does not follow the one before, and only where no mask is given at all.
+    """
+    documents_BT = (positions_BT == positions_BT.min()).cumsum(-1)
+    return None if bool((documents_BT[:, -1] <= 1).all()) else documents_BT
+
+
+def documents_as_stock(arguments: dict[str, Any], config: Any) -> AbstractContextManager[None]:
+    """Return the context in which masks separate the documents that the stock model separates.
+
+    FlashAttention takes the mask of one row without padding for none, so it is dropped from `arguments`.
+    """
+    mask_BT, positions_BT = arguments.get("attention_mask"), arguments.get("position_ids")
+    if not attends_by_flash(config) or not isinstance(positions_BT, Tensor) or positions_BT.ndim != 2 or len(positions_BT) != 1:
+        return nullcontext()
+    if mask_BT is not None:
+        if not isinstance(mask_BT, Tensor) or mask_BT.ndim != 2 or len(mask_BT) != 1 or not bool(mask_BT.all()):
+            return nullcontext()
+        arguments["attention_mask"] = None
+    return documents_of_sequence(documents_of_flash(positions_BT))

@@ -33,7 +33,7 @@ from streamgrad.hf.deepspeed import ulysses_group
 from streamgrad.hf.discover import follows_length, sliding_window
 from streamgrad.hf.mask_checks import accept_blind_predictions
 from streamgrad.hf.patching import InstalledForward
-from streamgrad.hf.seams import documents_of_sequence
+from streamgrad.hf.seams import attends_by_flash, documents_of_flash, documents_of_sequence
 from streamgrad.hf.step_plan import Planner
 
 # Arguments that a model passes on to its decoder and that no decoder layer reads.
@@ -219,13 +219,16 @@ class Slices(WholeSequences):
             in_chunk_order["position_ids"] = sharing.positions_T.unsqueeze(0)
         else:
             positions_BT = sharing.gather(positions)
-            documents_BT = find_packed_sequence_indices(positions_BT)
+            by_flash = batch == 1 and attends_by_flash(decoder.config)
+            documents_BT = (documents_of_flash if by_flash else find_packed_sequence_indices)(positions_BT)
             in_chunk_order["position_ids"] = positions_BT[:, sharing.positions_T]
         if padding is not None:
             padding_BT = sharing.gather((padding != 0).byte()).bool()
             in_chunk_order["attention_mask"] = padding_BT[:, sharing.positions_T]
             targets, ignore_index = arguments.get("shift_labels"), arguments.get("ignore_index", -100)
             _check_targets(targets, ignore_index, padding_BT, sharing, decoder)
+            if positions is not None and by_flash and bool(padding_BT.all()):  # which FlashAttention takes for no mask
+                in_chunk_order["attention_mask"] = padding_BT = None
         return cls(sharing, in_chunk_order, documents_BT, padding_BT)
 
     def masks(self) -> AbstractContextManager[None]:
