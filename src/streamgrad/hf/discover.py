@@ -307,7 +307,8 @@ def foreign_attention(configs: list[Any], layer: nn.Module) -> Iterator[str]:
             functions += [forward.__globals__["eager_attention_forward"] for forward in calls]
             files |= {forward.__module__.partition(".")[0] for forward in calls}
         functions = list(map(_unwrapped, functions))
-        functions += [called for function in functions for called in _called_by(function)]
+        ours = [function for function in functions if str(getattr(function, "__module__", None)).startswith("transformers.")]
+        functions += [called for function in ours for called in _called_by(function)]
         for function in functions:
             origin = getattr(function, "__module__", None)
             if function is not None and (origin or "").partition(".")[0] not in files:
@@ -319,7 +320,7 @@ def foreign_attention(configs: list[Any], layer: nn.Module) -> Iterator[str]:
 
 
 def _called_by(function: Any) -> list[Any]:
-    """Return the functions that it calls by global names: rings of ranks replace those of FlashAttention, and not itself."""
+    """Return what a function of transformers calls by global names: rings of ranks replace FlashAttention's there."""
     names = getattr(getattr(function, "__code__", None), "co_names", ())
     values = [function.__globals__.get(name) for name in names]
     return [value for value in values if isinstance(value, types.FunctionType)]

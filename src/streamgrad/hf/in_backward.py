@@ -107,6 +107,9 @@ class InBackward(torch.optim.Optimizer):
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
+        for parameter in self.parameters:
+            if isinstance(parameter.grad, FreedGradient):
+                parameter.grad = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -150,7 +153,7 @@ class InBackward(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """End a step, whose updates backward has made. Gradients that were set by hand are applied now, as ever."""
-        loss = None
+        loss, self._factor = None, None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
