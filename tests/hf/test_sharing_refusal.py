@@ -225,3 +225,13 @@ def test_frozen_layers_and_accumulated_gradients():
         expected = run_step(model, {}, forward=both(separate))
         streamgrad.enable(model, chunk_size=5)
         assert_same_step(run_step(model, {}, forward=both(shared)), expected, 1e-10)
+
+
+@pytest.mark.parametrize("keep", ["input", "all"])
+def test_what_changes_inside_of_a_layer_is_tried_anew(keep):
+    """A layer that keeps its graph runs as it is, in which nothing else would find tokens that it mixes."""
+    model = streamgrad.enable(tiny_model("llama"), keep=keep)
+    shared(model, RIGHT)
+    model.model.layers[1].mlp.register_forward_pre_hook(lambda module, args: (args[0] + 0.5 * args[0].roll(1, 1),))
+    with pytest.raises(ValueError, match="cannot share the beginnings"):
+        shared(model, RIGHT)

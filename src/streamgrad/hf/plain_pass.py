@@ -26,7 +26,7 @@ from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.module_walk import modules_of, parameters_of
 from streamgrad.hf.compiled_layers import LayerCompiler
 from streamgrad.hf.deepspeed import is_partitioned
-from streamgrad.hf.discover import attention_configs, foreign_attention, sliding_window
+from streamgrad.hf.discover import attention_configs, foreign_attention, has_recurrent_layers, sliding_window
 from streamgrad.hf.fusion import Fusion
 from streamgrad.hf.layer_args import DOCUMENTS
 from streamgrad.hf.patching import not_checkpointed
@@ -52,6 +52,10 @@ def whole_step(
         return None
     if not torch.is_grad_enabled() or tokens is None:
         return None
+    if getattr(decoder.config, "attn_logit_softcapping", None) is not None:
+        return None  # which SDPA leaves out in some releases
+    if is_tree and has_recurrent_layers(decoder):
+        return None  # the engine refuses it
     if decoder.config._attn_implementation != "sdpa" or any(arguments.get(name) is not None for name in DOCUMENTS):
         return None
     if mask is not None and not (isinstance(mask, Tensor) and mask.shape == tokens.shape[:2]):

@@ -69,8 +69,7 @@ def sharing_refusal(model: Any, device: torch.device) -> Refusal:
     reason = _known_reason(decoder)
     if reason is not None:
         return Refusal(reason)
-    layers = decoder_layers(decoder)
-    contents = tuple(map(_contents, [*modules_of(decoder, but_for=layers), *layers]))
+    contents = tuple(map(_contents, modules_of(decoder)))
     tried = _TRIED.setdefault(decoder, {})
     if contents not in tried:
         tried[contents] = _tried(model, decoder, device)
