@@ -68,7 +68,7 @@ class StreamConfig:
             that neither device nor host can hold otherwise. `"auto"`: 1, or the smallest n of a plan that fits the memory.
         attention (`str`, defaults to `"auto"`):
             Kernel for the blocks of streamed attention. `"auto"`: the fastest that supports the model, mask, dtype and device.
-            `"fa4"`: the same, with FlashAttention-4 (`pip install "streamgrad[fa4]"`) in the place of torch's own flash
+            `"fa4"`: the same, with FlashAttention-4 (the extra `[fa4]`) in the place of torch's own flash
             attention, in the whole process.
         fused_kernels (`str`, defaults to `"auto"`):
             Whether norms, rotary embeddings and gated activations run as one fused kernel each, in families whose code is
