@@ -34,7 +34,7 @@ def test_the_operator_is_causal_attention(length, groups, by_token):
 
 
 def test_a_compiler_is_told_the_shapes_and_strides_that_come():
-    """Of the output and of the gradients, which graphs are laid out by."""
+    """A graph is laid out by them, for the output and for the gradients."""
     operands = [operand(heads, 5, by_token=True) for heads in (4, 2, 2)]
     out_BTHD, lse_BHT = made = whole._attend(*operands, 0.3)
     backward = [out_BTHD.detach(), *(tensor.detach() for tensor in operands), out_BTHD.detach(), lse_BHT.detach(), 0.3]

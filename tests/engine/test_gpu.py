@@ -162,6 +162,15 @@ def long_batch(kind: str, seed: int) -> dict:
     return batch
 
 
+def with_truth(kind: str, seed: int, shape: dict) -> tuple:
+    """A bf16 model, a batch for it, and the gradients of the same weights in fp32."""
+    model = tiny_model(LONG[kind], dtype=torch.bfloat16, seed=seed, **shape).cuda()
+    truth_model = tiny_model(LONG[kind], dtype=torch.float32, seed=seed, **shape).cuda()
+    truth_model.load_state_dict(model.state_dict())
+    batch = long_batch(kind, seed)
+    return model, batch, run_step(truth_model, batch).gradients
+
+
 LONG = {"plain": "llama", "right": "llama", "left": "llama", "packed": "llama", "window": "mistral", "packed window": "mistral"}
 
 
@@ -179,11 +188,7 @@ def test_bf16_error_is_that_of_plain_bf16(name, kind):
     length, squares = 1024, dict.fromkeys((0, 8, 64), 0.0)
     shape = SHAPE | ({"sliding_window": 200} if "window" in kind else {})
     for seed in range(4):
-        model = tiny_model(LONG[kind], dtype=torch.bfloat16, seed=seed, **shape).cuda()
-        truth_model = tiny_model(LONG[kind], dtype=torch.float32, seed=seed, **shape).cuda()
-        truth_model.load_state_dict(model.state_dict())
-        batch = long_batch(kind, seed)
-        truth = run_step(truth_model, batch).gradients
+        model, batch, truth = with_truth(kind, seed, shape)
         for chunks in squares:
             if chunks:
                 streamgrad.enable(model, chunk_size=length // chunks, head_chunk_size=length // chunks, attention=name)
@@ -204,11 +209,7 @@ def test_bf16_error_of_plain_steps_is_that_of_plain_bf16(options, kind, monkeypa
     before, shape = flash_implementation(), SHAPE | ({"sliding_window": 200} if kind == "window" else {})
     steps, squares = ("stock", "engine", "plain", "again", "once more"), {}
     for seed in range(4):
-        model = tiny_model(LONG[kind], dtype=torch.bfloat16, seed=seed, **shape).cuda()
-        truth_model = tiny_model(LONG[kind], dtype=torch.float32, seed=seed, **shape).cuda()
-        truth_model.load_state_dict(model.state_dict())
-        batch = long_batch(kind, seed)
-        truth = run_step(truth_model, batch).gradients
+        model, batch, truth = with_truth(kind, seed, shape)
         for step in steps:
             if step == "engine":
                 try:
