@@ -11,6 +11,7 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFas
 
 import streamgrad
 from gradients import assert_same_step, no_float32, run_step
+from image_families import small_image_model
 from lora import with_lora
 from streamgrad.hf.mask_checks import _warn_of_blind_predictions
 from tiny import VOCABULARY, tiny_model, tokens
@@ -235,3 +236,16 @@ def test_documents_are_those_of_flash_attention(positions, starts, mask):
         model.config._attn_implementation = "flash_attention_2"  # as in a model that runs on a GPU
         streamgrad.enable(model, chunk_size=5, attention="eager")
         assert_same_step(run_step(model, batch | {"attention_mask": mask}), expected, 1e-10)
+
+
+def test_documents_of_flash_attention_in_a_model_of_text_and_images():
+    """The model around the decoder has put streamed attention into its configuration by then."""
+    model, ids = small_image_model("llava"), tokens(1, 12)
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    batch = {"input_ids": ids, "labels": ids, "position_ids": positions, "use_cache": False}
+    with no_float32():
+        expected = run_step(model, batch)
+        for config in (model.config.get_text_config(decoder=True), model.get_decoder().config):
+            config._attn_implementation_internal = "flash_attention_2"  # as in a model that runs on a GPU
+        streamgrad.enable(model, chunk_size=5)
+        assert_same_step(run_step(model, batch | {"attention_mask": torch.ones(1, 12)}), expected, 1e-10)
