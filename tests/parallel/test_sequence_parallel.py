@@ -34,7 +34,7 @@ from tiny import tiny_model, tokens
 TWO_RANKS = [
     *(Case(chunk_size=size) for size in (1, 5, 12)),  # 5: a last chunk of 2 tokens
     *(Case(keep=keep, chunk_size=5) for keep in ("attention", "all")),
-    *(Case(kind=kind, chunk_size=5) for kind in ("padded", "left padded", "packed", "prompt", "embedded")),
+    *(Case(kind=kind, chunk_size=5) for kind in ("padded", "left padded", "packed", "flash", "prompt", "embedded")),
     Case(kind="packed", chunk_size=64),
     Case(kind="packed", keep="all", chunk_size=5),
     Case("mistral", kind="packed"),

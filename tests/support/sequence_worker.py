@@ -54,7 +54,7 @@ class Case:
 
     def batch(self) -> dict[str, Tensor]:
         """The whole sequences, with labels that are shifted."""
-        ids = tokens(2, self.length)
+        ids = tokens(1 if self.kind == "flash" else 2, self.length)
         labels, batch = ids.clone(), {"input_ids": ids}
         if self.kind in ("padded", "left padded"):
             mask = torch.ones_like(ids)
@@ -70,6 +70,10 @@ class Case:
             lengths = [[first, 1, self.length - first - 1], [half, self.length - half]]  # the second row's at the end of a slice
             batch["position_ids"] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
             labels = labels.masked_fill(batch["position_ids"] == 0, -100)
+        elif self.kind == "flash":  # which takes a mask without padding for none, and goes by positions
+            batch["attention_mask"] = torch.ones_like(ids)
+            first = self.length // 3
+            batch["position_ids"] = torch.cat([torch.arange(first), torch.arange(self.length - first)])[None]
         elif self.kind == "prompt":
             labels[:, : self.length // 2 + 3] = -100  # the first rank has no label
         elif self.kind == "positions":
@@ -84,6 +88,8 @@ class Case:
 def plain_step(case: Case) -> Step:
     """Stock, one process, the whole sequence."""
     model, batch = case.model(), case.batch()
+    if case.kind == "flash":
+        del batch["attention_mask"]  # with which SDPA would not look at the positions
     embeds = batch["inputs_embeds"].requires_grad_() if case.kind == "embedded" else None
     with no_float32():
         loss = model(**batch, labels=batch["shift_labels"], use_cache=False).loss
@@ -117,6 +123,8 @@ def run_case(case: Case) -> Outcome:
     if "budgets" in options:
         options["memory_budget"] = options.pop("budgets")[dist.get_rank(group)]
     model = streamgrad.enable(case.model(), chunk_size=case.chunk_size, head_chunk_size=3, keep=case.keep, **options)
+    if case.kind == "flash":
+        model.config._attn_implementation = "flash_attention_2"  # as in a model that runs on a GPU
     if case.scored:
         from streamgrad.trl.scoring import add_streamed_head
 
