@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# One torch thread a test process: two processes fill two cores.
+# One torch thread a test process: two processes fill two cores. A file goes to one of them, which launches its ranks once.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .PHONY: demo test test-all test-matrix test-plugs fuzz mutants wheel lint docs format clean
@@ -11,13 +11,13 @@ demo: $(VENV)/.installed
 	$(BIN)/python -m streamgrad demo
 
 test: $(VENV)/.installed
-	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 -q -m "not more"
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist loadfile -q -m "not more"
 
 # Also what repeats a proof on more families, seeds and sizes. Two tests of the profile's page drive Chromium, and are skipped
 # without it.
 test-all: $(VENV)/.installed
 	@command -v chromium >/dev/null || echo "Two tests need Chromium. On Debian or Ubuntu: apt-get install chromium"
-	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 -q
+	$(ONE_THREAD) $(BIN)/python -m pytest -n 2 --dist loadfile -q
 
 # Every family, every kind of batch and every name of theirs that is used, with the oldest, a middle and the newest release of
 # transformers, PEFT and TRL that pyproject.toml allows (.ci/oldest.txt, .ci/middle.txt; the newest are those of the environment).
@@ -31,7 +31,7 @@ test-matrix: $(VENV)/.installed
 	done
 	for set in oldest middle newest; do \
 		echo "With the $$set releases:"; \
-		$(ONE_THREAD) PYTHONPATH=out/matrix/$$set timeout 600 $(BIN)/python -m pytest -n 2 -q -m "not more" $(MATRIX_TESTS) || exit 1; \
+		$(ONE_THREAD) PYTHONPATH=out/matrix/$$set timeout 600 $(BIN)/python -m pytest -n 2 --dist loadfile -q -m "not more" $(MATRIX_TESTS) || exit 1; \
 	done
 
 # Frameworks that streamgrad plugs into, each with the versions it was tried with, beside and not in this environment.

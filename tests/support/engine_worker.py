@@ -9,14 +9,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from multiprocessing import forkserver, set_forkserver_preload
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -355,8 +358,10 @@ def check_cases(subtests: Any, cases: list[Case], *, world_size: int = 2) -> Non
 
 def launch(function: Callable, *args: Any, world_size: int = 2, timeout_s: float = 900.0) -> list[Any]:
     """`function(*args)` in a process group of `world_size` new processes: what each rank returned, or a rank's error."""
+    serve_forks()
     with tempfile.TemporaryDirectory() as folder:
-        processes = mp.spawn(_worker, args=(world_size, folder, timeout_s, function, args), nprocs=world_size, join=False)
+        given = (world_size, folder, timeout_s, function, args)
+        processes = mp.start_processes(_worker, given, nprocs=world_size, join=False, start_method="forkserver")
         try:
             deadline = time.monotonic() + timeout_s
             while not processes.join(timeout=max(0.0, deadline - time.monotonic())):  # returns whenever one of them has ended
@@ -366,6 +371,13 @@ def launch(function: Callable, *args: Any, world_size: int = 2, timeout_s: float
             for process in processes.processes:
                 process.kill()
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+
+def serve_forks() -> None:
+    """Starts, once, the process that later ones are forked from: it has imported what takes each of them ten seconds."""
+    set_forkserver_preload([__name__])
+    with mock.patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(sys.path), "DS_ACCELERATOR": "cpu"}):
+        forkserver.ensure_running()
 
 
 def _worker(rank: int, world_size: int, folder: str, timeout_s: float, function: Callable, args: tuple) -> None:
