@@ -59,7 +59,7 @@ def check_run(launcher: list, start: Path, plain: Reference, output: Path, says:
         pytest.param("ddp", "MULTI_CPU", marks=more),
         pytest.param("fsdp2", "FSDP", marks=more),  # started as documented in test_documented_launches.py
         pytest.param("zero2", "DEEPSPEED", marks=more),
-        ("zero3", "DEEPSPEED"),
+        pytest.param("zero3", "DEEPSPEED", marks=more),  # tests/trl/test_train_launch.py starts it
     ],
 )
 def test_accelerate_launch(start, plain, tmp_path, config, engine):
@@ -73,6 +73,7 @@ def test_torchrun(start, plain, tmp_path):
     check_run(TORCHRUN, start, plain, tmp_path, says="MULTI_CPU")
 
 
+@more
 def test_a_failing_rank_ends_the_job_with_its_message():
     """The other rank waits in an all-reduce at that moment; `run` raises if the job does not end."""
     done = run(*TORCHRUN, ROOT / "tests" / "support" / "failing_rank.py")

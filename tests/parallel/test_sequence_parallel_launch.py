@@ -53,6 +53,7 @@ def test_torchrun(start, tmp_path, ring):
     reference(sequences, momentum=0.9).check(weights(tmp_path))
 
 
+@more
 def test_trainer_under_accelerate(start, tmp_path):
     """With the group and the slices that Accelerate and DeepSpeed make, and the loss and the gradients as they combine them."""
     launcher = ["-m", "accelerate.commands.launch", "--config_file", CONFIGS / "ulysses.yaml", "--main_process_port", "0"]

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from gradients import worst_gradient_error
+from gradients import more, worst_gradient_error
 from launching import CONFIGS, ON_CPU, ROOT, TORCHRUN, run
 from streamgrad.cli import main
 from streamgrad.trl.shared_sequences import SlicedCollator, prepare_shared_sequences
@@ -93,6 +93,7 @@ def check_run(done, objective: str, out: Path, expected: Path, engine: str) -> N
     assert worst < 1e-5, f"{name} is off by {worst:.1e}"
 
 
+@more
 def test_torchrun(data, alone, tmp_path):
     options = flags(per_device_train_batch_size=BATCH // 2, dataset_name=data["sft"], output_dir=tmp_path)
     done = run(*TORCHRUN, "-m", "streamgrad", "train", "sft", *options)
@@ -104,7 +105,7 @@ def test_torchrun(data, alone, tmp_path):
     [
         ("fsdp2", "sft", "FSDP", BATCH // 2),
         ("zero3", "dpo", "DEEPSPEED", BATCH // 2),  # unless layers are leaf modules, of policy and reference, it is refused
-        ("ulysses", "sft", "DEEPSPEED", BATCH),
+        pytest.param("ulysses", "sft", "DEEPSPEED", BATCH, marks=more),
         ("ulysses", "dpo", "DEEPSPEED", BATCH),
     ],
 )
