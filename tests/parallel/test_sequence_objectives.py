@@ -1,8 +1,12 @@
-"""DPO and GRPO where ranks share sequences: loss, entropies and gradients of plain backpropagation on the whole, in float64."""
+"""DPO and GRPO where ranks share sequences: loss, entropies and gradients of plain backpropagation on the whole, in float64.
+
+Trainers that sample completions log and learn what stock TRL does in one process, on the same completions.
+"""
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,13 +22,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import streamgrad
 from engine_worker import launch
-from gradients import Step, assert_same_step, no_float32, relative_error
+from generation_worker import RUNS, trained_alone, trained_together
+from gradients import Step, assert_same_step, no_float32, relative_error, worst_gradient_error
 from sequence_worker import slice_of
 from streamgrad.objectives import dpo_loss, grpo_loss
 from streamgrad.parallel import sequence_parallel, whole_sequence
 from streamgrad.trl.scoring import add_streamed_head
+from streamgrad.trl.shared_generations import rows_of_group
 from streamgrad.trl.sliced_rows import rows_cut_inside
 from tiny import tiny_model, tokens
+from trainers import tokenizer
 
 LENGTH = 22  # two slices of 11: chunks of 4 leave a ragged one
 # Prompt, answer and padding of each row. The first rank has no token of the last answer, and the second none of the third row.
@@ -179,7 +186,19 @@ def disagreement() -> str:
     return str(refused.value)
 
 
-def on_two_ranks() -> dict[str, Any]:
+def joined_rows() -> dict[str, list]:
+    """What two ranks know of a row each, the second's longer; images are refused."""
+    rank = dist.get_rank()
+    ids = {f"{part}_ids": torch.full((1, 1 + rank), 7 + rank) for part in ("prompt", "completion")}
+    ratio = {"importance_sampling_ratio": torch.full((1, 1 + rank), 0.5)}
+    rows = ids | ratio | {"advantages": torch.tensor([rank]), "num_items_in_batch": torch.tensor(3)}
+    with pytest.raises(ValueError, match="pixel_values cannot be passed on where ranks share sequences"):
+        rows_of_group(rows | {"pixel_values": torch.zeros(1, 3, 4, 4)}, dist.group.WORLD)
+    return {name: value.tolist() for name, value in rows_of_group(rows, dist.group.WORLD).items()}
+
+
+def on_two_ranks(saved: str) -> dict[str, Any]:
+    warnings.simplefilter("ignore")
     numbers = whole_sequence(torch.tensor([[dist.get_rank() == 1, True]]), dist.group.WORLD)
     return {
         "steps": [shared_step(case, "none") for case in CASES],
@@ -187,12 +206,22 @@ def on_two_ranks() -> dict[str, Any]:
         "scored": scored_step(dist.group.WORLD),
         "numbers": numbers,
         "refused": disagreement(),
+        "joined": joined_rows(),
+        "trained": {name: trained_together(name, saved) for name in RUNS},
     }
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return launch(on_two_ranks)
+def saved(tmp_path_factory) -> str:
+    folder = str(tmp_path_factory.mktemp("saved"))
+    for part in (tiny_model("qwen3"), tokenizer()):
+        part.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(saved) -> list[dict[str, Any]]:
+    return launch(on_two_ranks, saved)
 
 
 def check(actual: tuple[Step, Tensor], expected: tuple[Step, Tensor]) -> None:
@@ -229,3 +258,25 @@ def test_other_scores(ranks):
     for results in ranks:
         assert results["numbers"].tolist() == [[False, True, True, True]]
         assert "tokens of a slice: 3, 4," in results["refused"]
+
+
+def test_completions_of_all_ranks(ranks):
+    """Prompts are padded on the left, the rest on the right, a ratio with 1."""
+    for results in ranks:
+        assert results["joined"] == {
+            "prompt_ids": [[0, 7], [8, 8]], "completion_ids": [[7, 0], [8, 8]], "advantages": [0, 1], "num_items_in_batch": 3,
+            "importance_sampling_ratio": [[0.5, 1.0], [0.5, 0.5]],
+        }  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", RUNS)
+def test_trainers_that_sample(ranks, saved, name):
+    runs = [results["trained"][name] for results in ranks]
+    expected = trained_alone(name, saved, [run.sampled for run in runs])
+    assert len(expected.logs) == 4, "three steps, and what was counted"
+    for actual in runs:
+        for ours, theirs in zip(actual.logs, expected.logs, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-8, abs=1e-10)
+        worst, parameter = worst_gradient_error(actual.weights, expected.weights)
+        assert worst < 1e-10, parameter

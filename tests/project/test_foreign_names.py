@@ -26,6 +26,9 @@ from transformers import LlamaConfig
 SOURCE = Path(__file__).parents[2] / "src/streamgrad"
 PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "deepspeed")
 
+# What TRL calls to generate completions and to score them, which src/ overrides.
+_GENERATION = "_generate_single_turn _generate_and_score_completions _prepare_inputs _get_per_token_logps_and_entropies"
+
 # Private names that src/ uses, by where they are. A file is named for what its code sets at run time.
 PRIVATE = {
     "torch": "_C _dynamo _functorch _subclasses",
@@ -69,6 +72,9 @@ PRIVATE = {
     "accelerate/hooks.py": "_hf_hook",
     "accelerate/state.py": "_mixed_precision",
     "trl/trainer/dpo_trainer.py": "_tp_size",
+    "transformers/trainer.py": "_get_dataloader",
+    "trl/trainer/grpo_trainer.py": f"_buffered_inputs {_GENERATION}",
+    "trl/trainer/rloo_trainer.py": f"_buffered_inputs {_GENERATION}",
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": "_SEQUENCE_PARALLEL_GROUP",
     "accelerate.state.AcceleratorState": "_shared_state",
 }
@@ -88,7 +94,9 @@ UNDOCUMENTED = {
     "deepspeed/runtime/zero/partition_parameters.py": "ds_id",
     "trl/trainer/sft_trainer.py": "add_fused_lm_head router_aux_loss_coef label_smoother compute_loss_func",
     "trl/trainer/dpo_trainer.py": "add_fused_lm_head router_aux_loss_coef",
-    "trl/trainer/grpo_trainer.py": "add_fused_lm_head router_aux_loss_coef",
+    "trl/trainer/grpo_trainer.py": "add_fused_lm_head router_aux_loss_coef num_items_in_batch importance_sampling_ratio",
+    "trl/trainer/grpo_config.py": "generation_batch_size steps_per_generation num_generations",
+    "transformers/trainer.py": "get_sp_size get_total_train_batch_size",
     "trl/trainer/kto_trainer.py": "add_fused_lm_head router_aux_loss_coef",
     "trl/trainer/distillation_trainer.py": "create_model_from_path",
     "trl/trainer/rloo_trainer.py": "add_fused_lm_head router_aux_loss_coef",

@@ -15,12 +15,13 @@ import pytest
 import torch
 from accelerate import DistributedType, ParallelismConfig
 from transformers import AutoModelForCausalLM
-from trl import GRPOTrainer
+from trl import KTOTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from gradients import more, worst_gradient_error
 from launching import CONFIGS, ON_CPU, ROOT, TORCHRUN, run
 from streamgrad.cli import main
+from streamgrad.trl import StreamGRPOTrainer
 from streamgrad.trl.shared_sequences import SlicedCollator, prepare_shared_sequences
 
 # Raised inside TRL, transformers and torch's data loader on a machine without an accelerator; none is about the model.
@@ -158,9 +159,17 @@ def shared(trainer_type: type, **attributes: object) -> SimpleNamespace:
     return trainer
 
 
-def test_sequences_are_shared_in_sft_and_dpo_alone():
-    with pytest.raises(ValueError, match="sp_size=2 lets .* SFT and DPO only, and this is a GRPOTrainer.*whole_sequence"):
-        prepare_shared_sequences(shared(GRPOTrainer))
+def test_trainers_that_share_no_sequences():
+    with pytest.raises(ValueError, match="sp_size=2 lets .* SFT, DPO, GRPO and RLOO only, and this is a KTOTrainer.*whole_seq"):
+        prepare_shared_sequences(shared(KTOTrainer))
+
+
+@pytest.mark.parametrize(("batch", "steps", "generations"), [(3, 1, 3), (2, 3, 4)], ids=["rows of a rank", "groups"])
+def test_completions_that_ranks_cannot_share(batch, steps, generations):
+    numbers = {"per_device_train_batch_size": batch, "steps_per_generation": steps, "num_generations": generations}
+    message = f"2 ranks train on {batch * steps} completions .* multiple of 2, the second one of num_generations={generations}"
+    with pytest.raises(ValueError, match=message):
+        prepare_shared_sequences(shared(StreamGRPOTrainer, args=SimpleNamespace(world_size=2, **numbers)))
 
 
 def test_batches_that_can_be_sliced():

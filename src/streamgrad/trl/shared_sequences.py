@@ -1,7 +1,7 @@
 """Preparation of TRL's trainers for sequences that ranks share by Accelerate's `sp_size` (DeepSpeed Ulysses).
 
 P ranks each load a batch and then train on the P batches one after the other, every rank with its slice of each. SFT's batches
-are cut by DeepSpeed's loader, DPO's inside the model's call (`sliced_rows`).
+are cut by DeepSpeed's loader, DPO's inside the model's call (`sliced_rows`), as are completions (`shared_generations`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from streamgrad.hf.deepspeed import ulysses_group
 from streamgrad.parallel import check_launch
+from streamgrad.trl.shared_generations import SharedGenerations, check_generations
 from streamgrad.trl.sliced_rows import WholeBatches
 
 # Arguments with one entry per token, which are cut together with the sequence.
@@ -59,7 +60,7 @@ def shares_sequences(trainer: Any) -> bool:
 
 
 def prepare_shared_sequences(trainer: Any) -> None:
-    """Prepare `trainer` for `sp_size` > 1 if it was launched with that; raise if it is neither an SFT nor a DPO trainer.
+    """Prepare `trainer` for `sp_size` > 1 if it was launched with that; raise if it cannot be.
 
     Raise also where Accelerate has left out the engine that the launcher was asked for.
     """
@@ -67,6 +68,10 @@ def prepare_shared_sequences(trainer: Any) -> None:
     if not shares_sequences(trainer):
         return
     ranks = trainer.accelerator.parallelism_config.sp_size
+    if isinstance(trainer, SharedGenerations):
+        check_generations(trainer.args, ranks)
+        trainer.accelerator.deepspeed_ulysses_dl_adapter = lambda loader, model: loader  # of prompts, which are not cut
+        return
     if isinstance(trainer, DPOTrainer):
         # In the place of DeepSpeed's loader, which cuts batches: TRL would add up the tokens of a slice, not of an answer.
         trainer.accelerator.deepspeed_ulysses_dl_adapter = lambda loader, model: WholeBatches(loader, ulysses_group())
@@ -74,9 +79,9 @@ def prepare_shared_sequences(trainer: Any) -> None:
         return
     if not isinstance(trainer, SFTTrainer):
         raise ValueError(
-            f"sp_size={ranks} lets ranks share sequences, for which batches are cut in SFT and DPO only, and this is a "
-            f"{type(trainer).__name__}. Launch it with another configuration, such as that of ZeRO-3, or write your own loop: "
-            "streamgrad.parallel.whole_sequence gives the scores of whole sequences, from which any loss is computed."
+            f"sp_size={ranks} lets ranks share sequences, for which batches are cut in SFT, DPO, GRPO and RLOO only, and this "
+            f"is a {type(trainer).__name__}. Launch it with another configuration, such as that of ZeRO-3, or write your own "
+            "loop: streamgrad.parallel.whole_sequence gives the scores of whole sequences, from which any loss is computed."
         )
     if isinstance(trainer.data_collator, DataCollatorForLanguageModeling):
         trainer.data_collator = SlicedCollator(trainer.data_collator, ranks)

@@ -27,6 +27,7 @@ from streamgrad.trl.checkpoints import begin_checkpoint, checkpoint_at, named_if
 from streamgrad.trl.optimizer_place import check_optimizer_place, on_host
 from streamgrad.trl.restoring import restored_on_error
 from streamgrad.trl.scoring import enable_for_trainer, streamed_head_in
+from streamgrad.trl.shared_generations import SharedGenerations
 from streamgrad.trl.shared_sequences import prepare_shared_sequences, shares_sequences
 from streamgrad.trl.sliced_rows import rows_cut_inside
 
@@ -187,7 +188,7 @@ class StreamDPOTrainer(Sharing, DPOTrainer):
             return super().compute_loss(*args, **kwargs)
 
 
-class StreamGRPOTrainer(Sharing, GRPOTrainer):
+class StreamGRPOTrainer(Sharing, SharedGenerations, GRPOTrainer):
     """[`trl.GRPOTrainer`] with a streamed policy and reference. Completions are generated as usual, with a key/value cache.
 
     Args:
@@ -217,7 +218,7 @@ class StreamKTOTrainer(Sharing, KTOTrainer):
     stock = KTOTrainer
 
 
-class StreamRLOOTrainer(Sharing, RLOOTrainer):
+class StreamRLOOTrainer(Sharing, SharedGenerations, RLOOTrainer):
     """[`trl.RLOOTrainer`] with a streamed policy and reference. Completions are generated as usual, with a key/value cache.
 
     Args:
