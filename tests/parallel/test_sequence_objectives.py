@@ -25,8 +25,9 @@ from engine_worker import launch
 from generation_worker import RUNS, trained_alone, trained_together
 from gradients import Step, assert_same_step, no_float32, relative_error, worst_gradient_error
 from sequence_worker import slice_of
+from shared_batches import BATCHES
 from streamgrad.objectives import dpo_loss, grpo_loss
-from streamgrad.parallel import sequence_parallel, whole_sequence
+from streamgrad.parallel import sequence_parallel, shared_slice, whole_sequence
 from streamgrad.trl.scoring import add_streamed_head
 from streamgrad.trl.shared_generations import rows_of_group
 from streamgrad.trl.sliced_rows import rows_cut_inside
@@ -155,6 +156,45 @@ def shared_step(case: Case, engine: str) -> tuple[Step, Tensor]:
     return Step(loss.detach(), gradients), entropy.detach()
 
 
+# Rows that begin alike, and a model. The second's window cuts through prompts, the third's rows are of an odd number of tokens.
+SHARED = [("turns", "qwen3"), ("prompts padded at the left", "mistral"), ("nine completions", "llama")]
+
+
+def loss_of_scores(logprobs: Tensor, mask: Tensor) -> Tensor:
+    return (logprobs.masked_fill(~mask, 0.0).sum(dim=1).sin() * draw(len(mask), seed=7)).sum()
+
+
+def separate_rows_step(name: str, family: str) -> Step:
+    """The stock model, one process, each row for itself."""
+    model, batch = tiny_model(family), BATCHES[name]
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    with no_float32():
+        logprobs = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1].log_softmax(dim=-1)
+        loss = loss_of_scores(logprobs.gather(2, ids[:, 1:, None]).squeeze(2), batch["completion_mask"][:, 1:].bool())
+        loss.backward()
+    return Step(loss.detach(), {name: each.grad for name, each in model.named_parameters()})
+
+
+def shared_rows_step(name: str, family: str) -> tuple[Step, int, str]:
+    """The rows' beginnings once, a slice of that row on each rank; its length; and what is said where ranks are a ring."""
+    group = dist.group.WORLD
+    model = sequence_parallel(streamgrad.enable(tiny_model(family), chunk_size=4), group)
+    shared = streamgrad.share_prefixes(**BATCHES[name])
+    own = shared_slice(shared, group)
+    with no_float32():
+        hidden = own.hidden_states(model)
+        logprobs = streamgrad.token_logprobs(hidden, model.lm_head.weight, own.targets, chunk_size=3)
+        loss = loss_of_scores(own.unshared(logprobs), shared.mask)
+        loss.backward()
+    gradients = {name: each.grad for name, each in model.named_parameters()}
+    for gradient in gradients.values():
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
+    with pytest.raises(ValueError, match="a ring of ranks shares its sequences") as refused:
+        own.hidden_states(sequence_parallel(model, group, ring=2))
+    return Step(loss.detach(), gradients), own.input_ids.shape[1], str(refused.value)
+
+
 SCORES = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 
 
@@ -206,6 +246,7 @@ def on_two_ranks(saved: str) -> dict[str, Any]:
         "scored": scored_step(dist.group.WORLD),
         "numbers": numbers,
         "refused": disagreement(),
+        "shared rows": [shared_rows_step(*case) for case in SHARED],
         "joined": joined_rows(),
         "trained": {name: trained_together(name, saved) for name in RUNS},
     }
@@ -245,6 +286,17 @@ def test_under_engines_that_average(subtests, ranks):
                 check(actual, expected)
 
 
+def test_rows_that_share_their_beginnings(subtests, ranks):
+    for index, (name, family) in enumerate(SHARED):
+        expected, shared = separate_rows_step(name, family), streamgrad.share_prefixes(**BATCHES[name])
+        assert shared.tree.length < shared.tokens
+        for results in ranks:
+            with subtests.test(name):
+                step, length, _ = results["shared rows"][index]
+                assert length == (shared.tree.length + 1) // 2
+                assert_same_step(step, expected, 1e-10)
+
+
 def test_rows_that_are_cut_inside_the_call(ranks):
     expected, scores = scored_step(None)
     for results in ranks:
@@ -276,6 +328,7 @@ def test_trainers_that_sample(ranks, saved, name):
     expected = trained_alone(name, saved, [run.sampled for run in runs])
     assert len(expected.logs) == 4, "three steps, and what was counted"
     for actual in runs:
+        assert actual.shared > 0, "every row computed its prompt"
         for ours, theirs in zip(actual.logs, expected.logs, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-8, abs=1e-10)
         worst, parameter = worst_gradient_error(actual.weights, expected.weights)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -16,6 +16,7 @@ from accelerate import Accelerator, ParallelismConfig
 from torch import Tensor
 
 from gradients import no_float32
+from streamgrad.parallel import shared_slice
 from trainer_kinds import build, load
 from trainers import history, trl_on_full_logits
 
@@ -39,11 +40,12 @@ class Sampled:
 
 @dataclass
 class Trained:
-    """What a run logged, the weights that it ended with, and its generations."""
+    """What a run logged, the weights that it ended with, its generations, and how many of its calls computed a prompt once."""
 
     logs: list[dict[str, float]]
     weights: dict[str, Tensor]
     sampled: list[Sampled]
+    shared: int = 0
 
 
 @contextmanager
@@ -96,10 +98,14 @@ def trained_together(name: str, saved: str, method: str = "full") -> Trained:
         completions = own()[0] if name == "grpo" else own()
         return [ids[: 3 + (3 * rank + row) % 5] for row, ids in enumerate(completions)]
 
-    with sequences_shared(), shuffled_by(rank), no_float32(), trl_on_full_logits():
+    with (
+        sequences_shared(), shuffled_by(rank), no_float32(), trl_on_full_logits(),
+        mock.patch("streamgrad.trl.scoring.shared_slice", wraps=shared_slice) as sharing,
+    ):  # fmt: skip
         options = SETTINGS | RUNS[name]
         trainer = build(name, saved, load(saved), streamed=True, method=method, ddp_backend="gloo", **options)
-        return _run(name, trainer, generate)
+        trained = _run(name, trainer, generate)
+    return replace(trained, shared=sharing.call_count)
 
 
 def trained_alone(name: str, saved: str, ranks: list[list[Sampled]], method: str = "full") -> Trained:

@@ -106,12 +106,13 @@ def decoder_forward(decoder: Any, stock: Callable[..., Any], stream: DecoderStre
             return stock(*args, **kwargs)
     refuse_what_needs_whole_layers(decoder, arguments)
     check_mask(arguments, decoder.config)
-    if group is not None and stream.tree is not None:
-        raise ValueError(f"ranks share the sequences of {name}, which cannot share their beginnings as well. Pass separate rows.")
     alone = group is None and stream.tree is None
     documents = documents_as_stock(arguments, decoder.config) if alone else nullcontext()
-    whole = WholeSequences(arguments, stream.tree)
-    sequences = whole if group is None else Slices.of(decoder, arguments, group, stream.planner)
+    sequences = (
+        WholeSequences(arguments, stream.tree)
+        if group is None
+        else Slices.of(decoder, arguments, group, stream.planner, stream.tree)
+    )
     drop_cache(sequences.arguments)
     try:
         with stream.in_use.claimed(name), documents:

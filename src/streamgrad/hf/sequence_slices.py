@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import math
 import sys
+import zlib
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -73,6 +74,9 @@ class SequenceGroup:
         return Ring(self.group, self.heads, self.ring, length, chunk_size, device)
 
 
+WHOLE = SequenceGroup(cast(dist.ProcessGroup, None))  # of a call with whole sequences, whichever ranks share others
+
+
 def _part_of(group: dist.ProcessGroup, ranks: list[int]) -> dist.ProcessGroup:
     """Return a new group of some ranks, with the timeout of `group`; only these ranks need to call this."""
     timeout = group._get_backend(group._device_types[0]).options._timeout
@@ -87,6 +91,8 @@ def sequence_group(decoder: Any, given: SequenceGroup | None) -> SequenceGroup |
     unless `given` says otherwise.
     """
     _refuse_context_parallel()
+    if given is WHOLE:
+        return None
     if not decoder.training and not (given is not None and given.in_evaluation):
         if given is not None and torch.is_grad_enabled():
             raise ValueError(
@@ -192,14 +198,24 @@ class Slices(WholeSequences):
     sharing: Ulysses
 
     def __init__(
-        self, sharing: Ulysses, arguments: dict[str, Any], documents_BT: Tensor | None, padding_BT: Tensor | None
+        self,
+        sharing: Ulysses,
+        arguments: dict[str, Any],
+        documents_BT: Tensor | None,
+        padding_BT: Tensor | None,
+        tree: Tree | None,
     ) -> None:
         super().__init__(arguments)
-        self.sharing, self.documents_BT, self.padding_BT = sharing, documents_BT, padding_BT
+        self.sharing, self.documents_BT, self.padding_BT, self.tree = sharing, documents_BT, padding_BT, tree
 
     @classmethod
-    def of(cls, decoder: Any, arguments: dict[str, Any], group: SequenceGroup, planner: Planner) -> Slices:
-        """Bring this rank's arguments into chunk order; raise for a call that cannot be cut into slices."""
+    def of(
+        cls, decoder: Any, arguments: dict[str, Any], group: SequenceGroup, planner: Planner, tree: Tree | None = None
+    ) -> Slices:
+        """Bring this rank's arguments into chunk order; raise for a call that cannot be cut into slices.
+
+        `tree` is the whole sequence, of which the arguments are a slice.
+        """
         _refuse(decoder, arguments)
         name = next(name for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None)
         tokens, positions, padding = arguments[name], arguments.get("position_ids"), arguments.get("attention_mask")
@@ -207,7 +223,9 @@ class Slices(WholeSequences):
         _check_lengths(length, position_ids=positions, attention_mask=padding)
         sharing = group.sharing(length, planner.chunk_size(batch, length), tokens.device)
         check_heads(decoder.config, sharing.ranks, sharing.ring_ranks)
-        _check_agreement(sharing, batch, decoder, arguments, planner)
+        _check_agreement(sharing, batch, decoder, arguments, planner, tree)
+        if tree is not None:
+            _check_tree(tree, sharing, batch, positions, padding)
         if batch * length == 0:
             raise ValueError(
                 f"every rank's slice of {name} has shape {tuple(tokens.shape[:2])}, so the sequence has no tokens. Pass each of "
@@ -220,7 +238,8 @@ class Slices(WholeSequences):
         else:
             positions_BT = sharing.gather(positions)
             by_flash = batch == 1 and attends_by_flash(decoder.config)
-            documents_BT = (documents_of_flash if by_flash else find_packed_sequence_indices)(positions_BT)
+            if tree is None:
+                documents_BT = (documents_of_flash if by_flash else find_packed_sequence_indices)(positions_BT)
             in_chunk_order["position_ids"] = positions_BT[:, sharing.positions_T]
         if padding is not None:
             padding_BT = sharing.gather((padding != 0).byte()).bool()
@@ -229,13 +248,15 @@ class Slices(WholeSequences):
             _check_targets(targets, ignore_index, padding_BT, sharing, decoder)
             if positions is not None and by_flash and bool(padding_BT.all()):  # which FlashAttention takes for no mask
                 in_chunk_order["attention_mask"] = padding_BT = None
-        return cls(sharing, in_chunk_order, documents_BT, padding_BT)
+        return cls(sharing, in_chunk_order, documents_BT, padding_BT, tree)
 
     def masks(self) -> AbstractContextManager[None]:
         return documents_of_sequence(self.documents_BT)
 
-    def mask(self, mask: CausalMask | DenseMask) -> CausalMask:
+    def mask(self, mask: CausalMask | DenseMask) -> CausalMask | DenseMask | TreeMask:
         """Return `mask` with the padding of the whole sequence, to which its window and documents refer already."""
+        if self.tree is not None:
+            return super().mask(mask)
         assert isinstance(mask, CausalMask)
         if mask.has_other_rule or mask.blocks is not None:
             raise SeamError("its attention mask has a rule besides windows and documents, and ranks share its sequences")
@@ -258,7 +279,20 @@ def _check_lengths(length: int, **tensors: Tensor | None) -> None:
             )
 
 
-def _check_agreement(sharing: Ulysses, batch: int, decoder: Any, arguments: dict[str, Any], planner: Planner) -> None:
+def _check_tree(tree: Tree, sharing: Ulysses, batch: int, positions: Tensor | None, padding: Tensor | None) -> None:
+    """Raise unless the slices of all ranks are the one row that is a tree."""
+    if sharing.ring_ranks > 1:
+        raise ValueError("a ring of ranks cannot share sequences that share their beginnings. Pass separate rows, or ring=1.")
+    if (batch, sharing.ranks * sharing.length) != (1, tree.length) or positions is None or padding is not None:
+        raise ValueError(
+            f"{sharing.ranks} slices of {batch} x {sharing.length} tokens were passed for a shared row of {tree.length}. Pass "
+            "the input_ids and position_ids of streamgrad.parallel.shared_slice, and no attention_mask."
+        )
+
+
+def _check_agreement(
+    sharing: Ulysses, batch: int, decoder: Any, arguments: dict[str, Any], planner: Planner, tree: Tree | None
+) -> None:
     """Raise on all ranks if one was called in another way."""
     ids, positions = arguments.get("input_ids"), arguments.get("position_ids")
     sharing.check_agreement(
@@ -271,6 +305,7 @@ def _check_agreement(sharing: Ulysses, batch: int, decoder: Any, arguments: dict
             "dtype of input_ids": _dtype_number(ids), "dtype of position_ids": _dtype_number(positions),
             "dtype of the model": _dtype_number(next(decoder.parameters())),
             "whether gradients are computed": int(torch.is_grad_enabled()),
+            "the segments of a shared row (their checksum)": zlib.crc32(repr(tree).encode()),
         }
     )  # fmt: skip
 

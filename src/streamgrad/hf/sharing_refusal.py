@@ -25,9 +25,10 @@ from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.module_walk import modules_of
 from streamgrad.engine.replay import DRAWING, Autocast, RandomTape
 from streamgrad.engine.trial import identity
+from streamgrad.hf.deepspeed import ulysses_group
 from streamgrad.hf.discover import decoder_layers, follows_length, has_recurrent_layers
-from streamgrad.hf.patching import InstalledForward, signature_of, temporary_attribute
-from streamgrad.hf.sequence_slices import sequence_group
+from streamgrad.hf.patching import InstalledForward, signature_of, temporary_attribute, temporary_attributes
+from streamgrad.hf.sequence_slices import WHOLE, sequence_group
 
 _SHARED, _OWN, _ROWS, _PADDING, _MOVED = 8, 8, 3, 3, 5
 _TREE = Tree(tuple(_SHARED + branch * _OWN for branch in range(_ROWS + 1)), (-1, *[0] * _ROWS))
@@ -103,8 +104,9 @@ def _known_reason(decoder: Any) -> str | None:
     """Return what can be said without a run."""
     if "position_ids" not in signature_of(decoder.forward).parameters:
         return "its decoder takes no position_ids"
-    if sequence_group(decoder, _stream_of(decoder).group) is not None:
-        return "ranks share its sequences"
+    group = sequence_group(decoder, _stream_of(decoder).group)
+    if group is not None and group.ring is not None:
+        return "a ring of ranks shares its sequences"
     if has_recurrent_layers(decoder):
         return "some of its layers hand a state from token to token"
     positions = getattr(decoder.config, "max_position_embeddings", None)
@@ -135,7 +137,8 @@ def _tried(model: Any, decoder: Any, device: torch.device) -> Refusal:
     trial = _Trial(model, decoder, device)
     devices = [each for each in {device, *(p.device for p in decoder.parameters())} if each.type == "cuda"]
     tape, autocast = RandomTape(devices), Autocast(device.type)
-    with DRAWING, torch.random.fork_rng(devices=devices), torch.no_grad():
+    alone = temporary_attribute(_stream_of(decoder), "group", WHOLE)
+    with DRAWING, torch.random.fork_rng(devices=devices), torch.no_grad(), alone:
         try:
             with tape.recording(0):
                 shared_NE = trial.shared(_PADDING)
@@ -174,7 +177,10 @@ class _Trial:
     def separate(self) -> Tensor:
         """Return the hidden states of separate rows in the same order, (N, E), by the stock code, as which a cache is filled."""
         ids, is_real = (nn.functional.pad(tensor, (_PADDING, 0)) for tensor in (self.rows_RT, torch.ones_like(self.rows_RT)))
-        output = self.base(input_ids=ids.to(self.device), attention_mask=is_real.to(self.device), use_cache=True)
+        # DeepSpeed's Ulysses, in training mode, takes the rows of this process for slices.
+        modules = [] if ulysses_group() is None else self.decoder.modules()
+        with temporary_attributes((module, "training", False) for module in modules):
+            output = self.base(input_ids=ids.to(self.device), attention_mask=is_real.to(self.device), use_cache=True)
         hidden_RTE = output.last_hidden_state[:, _PADDING:]
         return torch.cat([hidden_RTE[0, :_SHARED], hidden_RTE[:, _SHARED:].flatten(0, 1)])
 

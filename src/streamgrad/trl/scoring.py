@@ -34,7 +34,7 @@ from streamgrad.hf.sequence_slices import with_whole_mask
 from streamgrad.hf.shared_prefixes import SharedBatch, has_gaps, share_prefixes
 from streamgrad.hf.sharing_refusal import sharing_refusal
 from streamgrad.hf.step_plan import head_known_to_decoder
-from streamgrad.parallel import make_zero3_leaves
+from streamgrad.parallel import make_zero3_leaves, shared_slice
 from streamgrad.trl.sliced_rows import scored_in_slices
 
 _IGNORED = -100
@@ -59,8 +59,6 @@ def scoring_forward(
     model: Any, stock: Callable[..., Any], stream: ScoringStream, *args: Any, fused_lm_head: bool = False, **kwargs: Any
 ) -> Any:
     """Score tokens if `fused_lm_head` is True; otherwise run the model as `enable` lets it run."""
-    if fused_lm_head and stream.rows_of is not None:
-        return scored_in_slices(partial(_scored, model, stream, *args), stream.rows_of, **kwargs)
     if fused_lm_head:
         return _scored(model, stream, *args, **kwargs)
     return causal_lm_forward(model, stock, stream, *args, **kwargs)
@@ -85,8 +83,9 @@ def _scored(
     else:
         targets_BT, length = shift_labels, shift_labels.shape[1]
     given = named_arguments(model.base_model.forward, args, kwargs)
-    about_loss = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
-    check_labels(model, given | about_loss)
+    group = stream.rows_of if shift_labels is None else None  # else these are slices already
+    if group is None:
+        check_labels(model, given | {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch})
     if torch.is_grad_enabled():
         refuse_backward_hooks(model.get_output_embeddings())
     text_config = model.config.get_text_config()
@@ -95,6 +94,12 @@ def _scored(
     shared = None
     if stream.share_prompts and labels is not None and shift_labels is None:
         shared = _shared(model, given | kwargs, labels)
+    if group is not None:
+        if shared is None:
+            assert labels is not None
+            score = partial(_scored, model, stream, *args)
+            return scored_in_slices(score, group, labels=labels, num_items_in_batch=num_items_in_batch, **kwargs)
+        shared = shared_slice(shared, group)
     scored = targets_BT if shared is None else shared.targets
     with head_known_to_decoder(model, _linear_head(model), tokens=scored.numel(), config=stream.config):
         if shared is None:
