@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import accelerate
 import pytest
@@ -205,6 +207,34 @@ def test_an_ordinary_optimizer_to_look_at():
     closure()
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert updates_of(model.model.norm.weight) is None
+
+
+@pytest.mark.parametrize("at", ["once", "backward", "step"])
+def test_what_is_dropped_is_freed(at):
+    """With its optimizer: after a step, between backward and step as by an interrupt, and unused."""
+    model, ids = streamed("qwen3"), tokens(1, 9)
+    optimizer = streamgrad.optimizer_in_backward(model, torch.optim.AdamW, lr=1e-2)
+    if at != "once":
+        model(input_ids=ids, labels=ids).loss.backward()
+    if at == "step":
+        optimizer.step()
+    kept = [optimizer, model, *model.parameters(), *(each for p in model.parameters() for each in optimizer.state_tensors(p))]
+    gone = [weakref.ref(each) for each in kept]
+    del kept, optimizer
+    gc.collect()
+    assert updates_of(model.model.norm.weight) is gone[0]() is not None  # updates go on while the model is there
+    del model
+    gc.collect()
+    assert not [each for each in gone if each() is not None]
+
+
+def test_parameters_are_saved_without_their_optimizer(tmp_path):
+    model = streamed("qwen3")
+    optimizer = streamgrad.optimizer_in_backward(model, torch.optim.AdamW, lr=1e-2)
+    torch.save(dict(model.named_parameters()), tmp_path / "parameters.pt")
+    loaded = torch.load(tmp_path / "parameters.pt", weights_only=True)
+    assert_same(loaded, dict(model.named_parameters()), 0.0)
+    assert updates_of(loaded["model.norm.weight"]) is None and updates_of(model.model.norm.weight) is optimizer
 
 
 # --- Gradients are freed ----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ A tensor that is used twice, such as tied embeddings, has its hook called when b
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -69,10 +70,33 @@ def optimizer_in_backward(
     return optimizer
 
 
+class _Owner:
+    """Has the optimizer of a parameter, as the parameter's attribute.
+
+    torch has hooks where the garbage collector does not look: one that held the optimizer, which has the parameter, would keep
+    both for ever. An attribute is seen, so both go when nothing else has them, and not before.
+    """
+
+    name = "streamgrad_owner"
+
+    def __init__(self, optimizer: InBackward) -> None:
+        self.optimizer = optimizer
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, ()  # a parameter is saved with its attributes, but not with its optimizer
+
+
 def updates_of(parameter: Tensor) -> InBackward | None:
     """Return the optimizer that updates the parameter in backward, if one of these does."""
-    owners = (getattr(hook, "__self__", None) for hook in (parameter._post_accumulate_grad_hooks or {}).values())
-    return next((owner for owner in owners if isinstance(owner, InBackward)), None)
+    owner = getattr(parameter, _Owner.name, None)
+    return owner.optimizer if isinstance(owner, _Owner) else None
+
+
+def _updated(parameter: Tensor) -> None:
+    """Update one parameter by its optimizer; torch calls this when its gradient is whole."""
+    optimizer = updates_of(parameter)
+    assert optimizer is not None
+    optimizer._update(parameter)
 
 
 class InBackward(torch.optim.Optimizer):
@@ -84,7 +108,7 @@ class InBackward(torch.optim.Optimizer):
     def begin(self, sizes: StateSizes, max_grad_norm: float | None) -> None:
         """Update parameters in backward from now on; their states have these `sizes`."""
         self._sizes, self.max_grad_norm = sizes, max_grad_norm
-        self._handles: dict[int, Any] = {}
+        self._handles: dict[Tensor, Any] = {}
         self._updated: set[int] = set()  # since the last step
         self._norms: list[Tensor] = []
         self._last_norm: Tensor | None = None
@@ -99,17 +123,17 @@ class InBackward(torch.optim.Optimizer):
     def _watch(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
             frozen = not parameter.requires_grad  # torch takes hooks of others only; it may be trained later
-            self._handles[id(parameter)] = parameter.requires_grad_().register_post_accumulate_grad_hook(self._update)
+            self._handles[parameter] = parameter.requires_grad_().register_post_accumulate_grad_hook(_updated)
             parameter.requires_grad_(not frozen)
+            setattr(parameter, _Owner.name, _Owner(self))
 
     def remove(self) -> None:
         """End the updates in backward: gradients stay in `.grad` again, and `step()` does nothing but for them."""
-        for handle in self._handles.values():
+        for parameter, handle in self._handles.items():
             handle.remove()
+            delattr(parameter, _Owner.name)
+            parameter.grad = held_gradient(parameter)
         self._handles.clear()
-        for parameter in self.parameters:
-            if isinstance(parameter.grad, FreedGradient):
-                parameter.grad = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -130,7 +154,6 @@ class InBackward(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _update(self, parameter: Tensor) -> None:
-        """Update one parameter; torch calls this when its gradient is whole."""
         try:
             if not self._updated:
                 check_surroundings([other for other in self.parameters if other is not parameter])
@@ -158,7 +181,7 @@ class InBackward(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         parameters = self.parameters
-        if self._handles and {id(parameter) for parameter in parameters} != self._handles.keys():
+        if self._handles and set(parameters) != self._handles.keys():
             raise RuntimeError(
                 "the parameters of an optimizer in backward were replaced in its param_groups, as by DeepSpeed or FSDP, so those "
                 "that are there now were not updated. Use an ordinary optimizer with them."

@@ -6,6 +6,7 @@ gradient, do nothing and say nothing. This tensor has no memory, and raises for 
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Protocol
 
 import torch
@@ -40,12 +41,12 @@ class FreedGradient(Tensor):
     """Has the shape, dtype and device of a gradient that is gone, and its norm."""
 
     norm_before_clipping: Tensor
-    owner: _Owner
+    owner: weakref.ref[_Owner]  # the optimizer has the parameter, and with it this
 
     @staticmethod
     def __new__(cls, gradient: Tensor, norm: Tensor, owner: _Owner) -> FreedGradient:
         made = Tensor._make_wrapper_subclass(cls, gradient.shape, dtype=gradient.dtype, device=gradient.device)
-        made.norm_before_clipping, made.owner = norm, owner
+        made.norm_before_clipping, made.owner = norm, weakref.ref(owner)
         return made
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -59,11 +60,12 @@ class FreedGradient(Tensor):
         called, first, others = function.overloadpacket, args[0], args[1:]
         one = first[0] if isinstance(first, list) else first
         if isinstance(one, FreedGradient):
+            owner = one.owner()
             if called in (_ATEN.add, _ATEN.add_):
                 raise RuntimeError(TWICE)
-            if called in _NORMS and one.owner.may_ask_norms and others in ((), (2,)) and not kwargs:
+            if owner is not None and called in _NORMS and owner.may_ask_norms and others in ((), (2,)) and not kwargs:
                 return one.norm_before_clipping if first is one else [each.norm_before_clipping for each in first]
-            if called in _FACTORS and isinstance(others[0], Tensor) and one.owner.has_clipped_by(others[0]):
+            if owner is not None and called in _FACTORS and isinstance(others[0], Tensor) and owner.has_clipped_by(others[0]):
                 return one if first is one else None
         raise RuntimeError(_GONE.format(what=function))
 
