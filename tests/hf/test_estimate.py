@@ -139,6 +139,21 @@ def test_errors_name_the_value(options, words):
         streamgrad.estimate(**arguments)
 
 
+def test_weights_on_the_host_are_planned_as_fsdp2_has_them():
+    """The optimizer is with them, whichever place was asked for, and no layer runs out of its turn."""
+    options = {"gpu": "rtx4090", "host_memory": "128GiB", "weights": "host"}
+    reports = [streamgrad.estimate("qwen3-8b", optimizer=optimizer, **options) for optimizer in ("adamw", "host")]
+    for report in reports:
+        assert "optimizer state" not in {name for name, count in report.streamed.device_bytes.items() if count}
+        assert "recomputed" not in str(report.streamed.plan)
+    assert reports[0].streamed.longest_tokens == reports[1].streamed.longest_tokens
+    for refused in ({"optimizer": "in-backward"}, {"optimizer": "adamw8bit"}, {"method": "lora", "quantization": "nf4"}):
+        with pytest.raises(ValueError, match="weights='host' with optimizer=.*Pass optimizer='host'"):
+            streamgrad.estimate("qwen3-8b", **options | refused)
+    with pytest.raises(ValueError, match="recompute_layers=2 with engine='none', weights='host'"):
+        streamgrad.estimate("qwen3-8b", recompute_layers=2, **options)
+
+
 def test_small_chunks_take_as_long_as_their_launches():
     """A card that holds only small ones: time is what their launches take, and not what their products do."""
     crowded = streamgrad.estimate("gemma-3-1b", method="lora", gpu_memory="4GiB", optimizer="none").streamed

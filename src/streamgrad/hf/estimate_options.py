@@ -81,6 +81,12 @@ class Options:
                 f"quantization={self.quantization!r} is for method='lora', got method={self.method!r}: quantised weights are not "
                 "trained. Pass method='lora', or quantization='none'."
             )
+        if self.weights == "host" and (self.quantization != "none" or self.optimizer in ("in-backward", "adamw8bit")):
+            raise ValueError(
+                f"weights='host' with optimizer={self.optimizer!r} and quantization={self.quantization!r}: FSDP2 keeps gradients "
+                "and optimizer on the host with the weights, and cannot move quantised ones. Pass optimizer='host' and "
+                "quantization='none'."
+            )
         if (self.engine == "none") != (self.gpus == 1):
             raise ValueError(
                 f"engine={self.engine!r} with gpus={self.gpus}: several GPUs need an engine, and one needs none. Pass "
@@ -99,15 +105,17 @@ class Options:
             check_count("recompute_layers", self.recompute_layers)
             if self.recompute_layers != 1 and self._in_turn:
                 raise ValueError(
-                    f"recompute_layers={self.recompute_layers} with engine={self.engine!r} and sp={self.sp}: with FSDP2, ZeRO-3 "
-                    "or shared sequences, layers run in their own turn alone. Pass recompute_layers=1."
+                    f"recompute_layers={self.recompute_layers} with engine={self.engine!r}, weights={self.weights!r} and "
+                    f"sp={self.sp}: with FSDP2, ZeRO-3 or shared sequences, layers run in their own turn alone. Pass "
+                    "recompute_layers=1."
                 )
         self.setup  # noqa: B018  (which refuses what does not go together)
 
     @property
     def setup(self) -> Setup:
         second = self.has_reference and self.method == "full"
-        return Setup(self.engine, self.gpus, self.optimizer, self.weights, self.master_dtype, second_model=second)
+        optimizer = "host" if self.weights == "host" and self.optimizer == "adamw" else self.optimizer  # it follows the weights
+        return Setup(self.engine, self.gpus, optimizer, self.weights, self.master_dtype, second_model=second)
 
     @property
     def ranks(self) -> Ranks:
@@ -134,7 +142,7 @@ class Options:
 
     @property
     def _in_turn(self) -> bool:
-        return self.engine in ("fsdp2", "zero3") or self.sp > 1
+        return self.engine in ("fsdp2", "zero3") or self.sp > 1 or self.weights == "host"
 
 
 def check_count(name: str, number: int | str | None) -> None:

@@ -19,6 +19,7 @@ from streamgrad.hf.decoder import DecoderStream, decoder_forward
 from streamgrad.hf.discover import find_decoder, unwrap
 from streamgrad.hf.in_backward import updates_of
 from streamgrad.hf.patching import InstalledForward
+from streamgrad.hf.sharded import device_at_work, waits_on_host
 from streamgrad.memory.planner import Plan, readable
 
 logger = logging.getLogger("streamgrad")
@@ -102,7 +103,7 @@ def status(model: Any) -> Status:
     decoder = inner.get_decoder()
     installed = InstalledForward.on(decoder)
     stream: DecoderStream | None = None if installed is None else installed.stream
-    device = next(decoder.parameters()).device
+    device = device_at_work(next(decoder.parameters()))
     rows, tokens = (0, 0) if stream is None else stream.planner.latest_shape
     return Status(
         model_class=type(inner).__name__,
@@ -129,7 +130,8 @@ def _optimizer_of(decoder: Any, stream: DecoderStream | None) -> str | None:
     in_backward = next(filter(None, map(updates_of, decoder.parameters())), None)
     if in_backward is not None:
         return f"{type(in_backward).__name__.removesuffix('InBackward')} in backward"
-    return None if stream is None else stream.planner.optimizer
+    told = None if stream is None else stream.planner.optimizer
+    return f"{told or 'unknown'}, weights on the host" if any(map(waits_on_host, decoder.parameters())) else told
 
 
 def peak_bytes_so_far(device: torch.device) -> int:

@@ -27,6 +27,7 @@ from streamgrad.hf.discover import decoder_layers
 from streamgrad.hf.in_backward import updates_of
 from streamgrad.hf.patching import InstalledForward, temporary_attribute
 from streamgrad.hf.quantized import bytes_of
+from streamgrad.hf.sharded import bytes_on_their_way, device_at_work, own_bytes, waits_on_host
 from streamgrad.hf.whole_step import WholePlan, WholeStep
 from streamgrad.memory.costs import LayerCosts
 from streamgrad.memory.device import device_memory, host_budget_bytes, segments_grow, usable_share
@@ -129,7 +130,7 @@ class Planner:
         config = self.config
         if config.budget_bytes is not None:
             return True
-        if h_BTE.device.type != "cuda" or len({next(layer.parameters()).device for layer in layers}) > 1:
+        if h_BTE.device.type != "cuda" or len({device_at_work(next(layer.parameters())) for layer in layers}) > 1:
             return False
         return config.keep == "auto" or config.offload != "none" or config.chunk_size == "auto"
 
@@ -295,7 +296,7 @@ def _told_of_length(longest: int) -> str:
 
 
 def _step_facts(call: PlannedCall, costs: LayerCosts, resident: float, budget: Budget, *, hooks_free: bool) -> StepFacts:
-    h_BTE = call.h_BTE
+    h_BTE, resident = call.h_BTE, resident + bytes_on_their_way(call.layer_parameters)
     return StepFacts(
         costs=costs,
         layers=len(call.layer_parameters),
@@ -315,12 +316,12 @@ def _left_bytes(parameter: Tensor, *, hooks_free: bool) -> float:
 
     These are its gradient's or, if an optimizer takes that at once, those of a state that the first update makes.
     """
-    if not parameter.requires_grad or parameter.grad is not None:
+    if not parameter.requires_grad or parameter.grad is not None or waits_on_host(parameter):
         return 0.0
     optimizer = updates_of(parameter)
     if optimizer is not None:
         return optimizer.state_bytes_to_come(parameter)
-    return 0.0 if hooks_free and _has_foreign_hook(parameter) else parameter.nbytes
+    return 0.0 if hooks_free and _has_foreign_hook(parameter) else own_bytes(parameter)
 
 
 def _has_foreign_hook(parameter: Tensor) -> bool:

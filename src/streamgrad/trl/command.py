@@ -55,6 +55,7 @@ from streamgrad.trl.trainers import (
     StreamRLOOTrainer,
     StreamSFTTrainer,
 )
+from streamgrad.trl.weights_place import check_with_weights_on_host, keep_weights
 
 # By objective: the trainer, its arguments, and the arguments of TRL's script for it.
 OBJECTIVES: dict[str, tuple[Any, Any, Any]] = {
@@ -81,6 +82,8 @@ _STREAM_HELP = {
     "memory_budget": "device memory that a step may use, weights included, for example 80GiB; by default, what is free.",
     "optimizer": "as for streamgrad plan: adamw, or what --optim says; adamw8bit; in-backward, where each gradient is used and "
     "freed at once and max_grad_norm clips by the last step's norm; host, with states and gradients there and max_grad_norm 0.",
+    "weights": "as for streamgrad plan: device, or host, where gradients and the optimizer's states are with them, and layers "
+    "come one ahead (by FSDP2, on one GPU or several). With --bf16, Accelerate keeps what is trained in float32.",
     "share_prompts": "whether rows with equal prompts compute them once, to the same losses, metrics and gradients.",
 }
 # Options that count something, from 1 on. TRL checks some of them; wrong values of others would silently train on nothing.
@@ -99,7 +102,7 @@ def _stream_arguments(trainer: type) -> type:
     """Return the options of `StreamConfig` and of the trainer as a dataclass that TRL's parser can read."""
     known = dataclasses.fields(StreamConfig)
     options: list[Any] = [(each.name, bool if each.default is False else str | None, each.default) for each in known]
-    options += [("optimizer", str, "adamw")]
+    options += [("optimizer", str, "adamw"), ("weights", str, "device")]
     options += [("share_prompts", bool, True)] if issubclass(trainer, Sharing) else []
     fields = [
         (name, kind, dataclasses.field(default=default, metadata={"help": _STREAM_HELP[name]})) for name, kind, default in options
@@ -122,6 +125,7 @@ class _Place:
     """Where to train, which some of TRL's defaults depend on."""
 
     use_cpu: bool = False
+    weights: str = "device"
 
 
 @dataclass
@@ -161,6 +165,7 @@ class Command:
             # The model's options first: the defaults of TrainingArguments, which checks itself when made, depend on them.
             first = TrlParser((ModelConfig, _Place), add_help=False)
             model, place, others = first.parse_args_and_config(list(arguments), return_remaining_strings=True)
+            keep_weights(place.weights, use_cpu=place.use_cpu)
             if place.use_cpu:
                 parser.set_defaults_with_config(bf16=False)  # TRL's default, which most CPUs emulate
             if not {"-h", "--help", "--help_all"} & set(others):
@@ -204,7 +209,11 @@ class Command:
         training.resume_from_checkpoint = checkpoint_to_resume(
             training.resume_from_checkpoint, training.output_dir, training.world_size
         )
-        sharing = chosen_optimizer(vars(stream).pop("optimizer"), training)
+        optimizer = vars(stream).pop("optimizer")
+        if vars(stream).pop("weights") == "host":
+            check_with_weights_on_host(optimizer, training, model)
+            optimizer = "adamw"  # which follows the weights
+        sharing = chosen_optimizer(optimizer, training)
         if hasattr(stream, "share_prompts"):
             sharing |= {"share_prompts": vars(stream).pop("share_prompts")}
         return cls(objective, script, training, model, mixture, _stream_config(vars(stream)), sharing, arguments)

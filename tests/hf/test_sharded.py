@@ -1,0 +1,50 @@
+"""Parameters that FSDP2 has sharded. On a CPU none waits elsewhere than it is used, so one is made by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from streamgrad.hf.sharded import bytes_on_their_way, device_at_work, own_bytes, waits_on_host
+from streamgrad.hf.status import _optimizer_of
+from streamgrad.hf.step_plan import _left_bytes
+
+SHAPE, SHARD = torch.Size((8, 3)), torch.Size((4, 3))
+
+
+@pytest.fixture
+def sharded():
+    """A half of a parameter on the CPU, by the kind of device on which it is used."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+
+    def make(device: str) -> nn.Parameter:
+        mesh = DeviceMesh(device, [0], _init_backend=False)
+        spec = DTensorSpec(mesh, (Shard(0),), TensorMeta(SHAPE, (3, 1), torch.float32))
+        return nn.Parameter(DTensor(torch.ones(SHARD), spec, requires_grad=False))
+
+    yield make
+    torch.distributed.destroy_process_group()
+
+
+def test_a_shard_is_counted_where_its_gradient_stays(sharded):
+    plain, shard, on_host = nn.Parameter(torch.ones(SHAPE)), sharded("cpu"), sharded("cuda")
+    assert [waits_on_host(each) for each in (plain, shard, on_host)] == [False, False, True]
+    assert [own_bytes(each) for each in (plain, shard, on_host)] == [96, 48, 48]
+    assert [_left_bytes(each, hooks_free=False) for each in (plain, shard, on_host)] == [96, 48, 0]
+    assert bytes_on_their_way([[plain], [plain]]) == 0
+    assert bytes_on_their_way([[plain], [on_host, shard], [shard]]) == 2 * 2 * 96
+
+
+def test_weights_on_the_host_are_told(sharded, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    plain, on_host = nn.Parameter(torch.ones(SHAPE)), sharded("cuda")
+    assert [device_at_work(each) for each in (plain, on_host)] == [torch.device("cpu"), torch.device("cuda", 1)]
+    stream = SimpleNamespace(planner=SimpleNamespace(optimizer="AdamW"))
+    told = [_optimizer_of(nn.ParameterList([plain, each]), stream) for each in (plain, on_host)]
+    assert told == ["AdamW", "AdamW, weights on the host"]
