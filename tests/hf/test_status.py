@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
 
 import streamgrad
-from streamgrad.hf.status import show_messages
+from streamgrad.hf.status import _later, show_messages
 from tiny import tiny_model, tokens
 
 
@@ -44,6 +45,10 @@ def test_a_budget_gives_an_expected_peak_and_the_kernels_are_those_that_ran(mode
     seen = streamgrad.status(model)
     assert 0 < seen.expected_peak_bytes < 50 * 2**20 and seen.kernels == ("eager",)
     assert "1 chunk of at most 7" in str(seen) and "expected peak  0." in str(seen)
+    on_gpu = replace(seen, device="cuda:0", optimizer="AdamW")
+    assert _later(on_gpu, "AdamW") == "; later steps are planned with the states that the optimizer has by then"
+    for other in (replace(on_gpu, optimizer="AdamW in backward"), replace(on_gpu, device="cpu"), replace(on_gpu, plan=None)):
+        assert _later(other, "AdamW") == ""
 
 
 def test_layers_that_are_recomputed_keep_nothing():

@@ -71,6 +71,7 @@ def test_without_model_and_dataset(train, tmp_path, objective):
     code, printed, progress = train(objective, "--output_dir", out, "--max_steps", 2, "--logging_steps", 1)
     assert code == 0
     assert f"Saved: {out}" in printed and "at step 2" in printed
+    assert printed.splitlines()[-1].startswith("Peak memory: ")
     assert "2/2" in progress, "no progress bar"
     trained, start = (AutoModelForCausalLM.from_pretrained(path) for path in (out, out / "start"))
     assert any(not torch.equal(a, b) for a, b in zip(trained.parameters(), start.parameters(), strict=True))

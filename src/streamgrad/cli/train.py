@@ -134,13 +134,13 @@ def run(objective: str, arguments: Sequence[str], console: Console) -> None:
         shown = "reward" if "reward" in logged[0] else "loss"
         first, last = (f"{float(entry[shown]):.3f}" for entry in (logged[0], logged[-1]))
         console.print(f"{shown}: {first} at step {logged[0]['step']}, {last} at step {logged[-1]['step']}", soft_wrap=True)
+    if trainer.accelerator.num_processes > 1:
+        console.print(f"Trained by {trainer.accelerator.num_processes} processes: {trainer.accelerator.distributed_type.value}")
+    console.print(f"Saved: {command.training.output_dir}", soft_wrap=True)
     peak = [entry["peak_memory_gib"] for entry in trainer.state.log_history if "peak_memory_gib" in entry]
     if peak:
         where = "of tensors on the GPU" if trainer.args.device.type == "cuda" else "of the whole process"
         console.print(f"Peak memory: {peak[-1]:.1f} GiB, {where}", soft_wrap=True)
-    if trainer.accelerator.num_processes > 1:
-        console.print(f"Trained by {trainer.accelerator.num_processes} processes: {trainer.accelerator.distributed_type.value}")
-    console.print(f"Saved: {command.training.output_dir}", soft_wrap=True)
 
 
 def save_embedded_model(path: Path, *, seed: int = 0, spread: float = 0.02) -> None:

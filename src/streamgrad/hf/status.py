@@ -148,8 +148,15 @@ def announcing_forward(decoder: Any, stock: Callable[..., Any], stream: DecoderS
     before = stream.planner.latest
     output = decoder_forward(decoder, stock, stream, *args, **kwargs)
     if before is None and stream.planner.latest is not None:
-        logger.info("streamgrad: %s", status(decoder).first_line)
+        told = status(decoder)
+        logger.info("streamgrad: %s%s", told.first_line, _later(told, stream.planner.optimizer))
     return output
+
+
+def _later(told: Status, optimizer: str | None) -> str:
+    """Return what the expected peak of a first step leaves out: states that an ordinary optimizer makes after it, on the GPU."""
+    grows = told.device.startswith("cuda") and told.expected_peak_bytes and optimizer and told.optimizer == optimizer
+    return "; later steps are planned with the states that the optimizer has by then" if grows else ""
 
 
 def show_messages() -> None:
