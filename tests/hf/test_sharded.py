@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from streamgrad.hf.sharded import bytes_on_their_way, device_at_work, own_bytes, waits_on_host
+from streamgrad.hf.sharded import StatesToCome, bytes_on_their_way, device_at_work, own_bytes, waits_on_host
 from streamgrad.hf.status import _optimizer_of
 from streamgrad.hf.step_plan import _left_bytes
 
@@ -39,6 +39,16 @@ def test_a_shard_is_counted_where_its_gradient_stays(sharded):
     assert [_left_bytes(each, hooks_free=False) for each in (plain, shard, on_host)] == [96, 48, 0]
     assert bytes_on_their_way([[plain], [plain]]) == 0
     assert bytes_on_their_way([[plain], [on_host, shard], [shard]]) == 2 * 2 * 96
+
+
+def test_host_memory_is_left_for_gradients_and_moments(sharded):
+    """Until a step has changed a parameter, whose moments are there then and no longer free."""
+    plain, on_host, frozen = nn.Parameter(torch.ones(SHAPE)), sharded("cuda"), sharded("cuda").requires_grad_(False)
+    states = StatesToCome()
+    assert states.host_bytes([plain, on_host, frozen]) == states.host_bytes([plain, on_host, frozen]) == 3 * 48
+    with torch.no_grad():
+        on_host.to_local().add_(1.0)
+    assert states.host_bytes([plain, on_host, frozen]) == 48
 
 
 def test_weights_on_the_host_are_told(sharded, monkeypatch):

@@ -46,6 +46,7 @@ from streamgrad.hf.patching import (
     warn_once,
 )
 from streamgrad.hf.sequence_slices import shared_sequence_group, with_whole_mask
+from streamgrad.hf.sharded import device_at_work
 from streamgrad.hf.step_plan import head_known_to_decoder
 from streamgrad.hf.tensor_parallel import refuse_cut_head
 
@@ -280,7 +281,7 @@ class _HeadJob:
             )
         # Built now, while the device is idle: counting targets waits for the device.
         self.rows = TargetRows(
-            self.targets.reshape(-1).to(device=weight.device, dtype=torch.int64),
+            self.targets.reshape(-1).to(device=device_at_work(weight), dtype=torch.int64),
             # Not by its weight: ZeRO-3 gathers one that is read outside its module's call, and a parametrized one is computed.
             vocabulary=getattr(head, "out_features", vocabulary),
             ignore_index=ignore_index,

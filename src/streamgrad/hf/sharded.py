@@ -30,3 +30,18 @@ def own_bytes(parameter: Tensor) -> int:
 def bytes_on_their_way(layers: Iterable[Iterable[Tensor]]) -> float:
     """Return the bytes of whole weights and gradients that are there beside the running layer's: one arrives, one leaves."""
     return 2.0 * max(sum(parameter.nbytes for parameter in own if isinstance(parameter, DTensor)) for own in layers)
+
+
+class StatesToCome:
+    """Counts what training adds on the host to parameters that wait there: gradients and, in the first step, AdamW's moments."""
+
+    def __init__(self) -> None:
+        self._versions: list[int] = []  # of parameters that no step has changed
+
+    def host_bytes(self, parameters: Iterable[Tensor]) -> float:
+        waiting = [each for each in parameters if isinstance(each, DTensor) and each.requires_grad and waits_on_host(each)]
+        with torch.no_grad():
+            versions = [parameter.to_local()._version for parameter in waiting]
+        self._versions = self._versions or versions
+        moments = 2 if versions == self._versions else 0
+        return float(sum(own_bytes(parameter) * (moments + (parameter.grad is None)) for parameter in waiting))

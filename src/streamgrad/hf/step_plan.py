@@ -27,7 +27,7 @@ from streamgrad.hf.discover import decoder_layers
 from streamgrad.hf.in_backward import updates_of
 from streamgrad.hf.patching import InstalledForward, temporary_attribute
 from streamgrad.hf.quantized import bytes_of
-from streamgrad.hf.sharded import bytes_on_their_way, device_at_work, own_bytes, waits_on_host
+from streamgrad.hf.sharded import StatesToCome, bytes_on_their_way, device_at_work, own_bytes, waits_on_host
 from streamgrad.hf.whole_step import WholePlan, WholeStep
 from streamgrad.memory.costs import LayerCosts
 from streamgrad.memory.device import device_memory, host_budget_bytes, segments_grow, usable_share
@@ -105,6 +105,7 @@ class Planner:
         self._latest_step: tuple[StepFacts, int, Choices, Budget] | None = None
         self._resident_bytes = 0.0  # when the latest plan was made
         self._whole: dict[Hashable, WholePlan] = {}  # by the manner of steps
+        self._states_to_come = StatesToCome()
 
     def note_shortage(self) -> str:
         """Plan for less memory from now on, where that is left to the plan; return what to say of it and what would fit."""
@@ -261,7 +262,8 @@ class Planner:
         held, limit = device_memory(call.h_BTE.device) if call.on_cuda else (_bytes_of(call.decoder), float("inf"))
         resident = held - call.h_BTE.nbytes if call.on_cuda else held  # the first layer's input is among what layers keep
         device = min(_floor(usable_share() * limit, 2**26), self.config.budget_bytes or float("inf"))
-        host = _floor(host_budget_bytes(held_bytes=call.host_store.total_bytes), 2**30)
+        to_come = self._states_to_come.host_bytes(chain(*call.layer_parameters))
+        host = max(0.0, _floor(host_budget_bytes(held_bytes=call.host_store.total_bytes) - to_come, 2**30))
         # Ranks that share a sequence exchange as often as they run attention: all must choose the same plan.
         resident, *missing = call.sharing.most(resident, -device, -host)
         return resident, Budget(-missing[0], -missing[1])

@@ -31,6 +31,7 @@ from streamgrad.hf.discover import unwrap
 from streamgrad.hf.passage import Passage
 from streamgrad.hf.patching import InstalledForward, named_arguments, temporary_attribute, warn_once
 from streamgrad.hf.sequence_slices import with_whole_mask
+from streamgrad.hf.sharded import device_at_work
 from streamgrad.hf.shared_prefixes import SharedBatch, has_gaps, share_prefixes
 from streamgrad.hf.sharing_refusal import sharing_refusal
 from streamgrad.hf.step_plan import head_known_to_decoder
@@ -163,7 +164,7 @@ def _scores(model: Any, stream: ScoringStream, hidden_BTE: Tensor, targets_BT: T
         return passage.leave(*scores.values())
 
     # In a model split over devices, the last layer may be on another device than the head.
-    hidden_BTE = hidden_BTE.to(head.weight.device)
+    hidden_BTE = hidden_BTE.to(device_at_work(head.weight))
     with temporary_attribute(head, "forward", forward):
         if not stream.in_float32:
             ticket = outer(hidden_BTE)
