@@ -10,12 +10,14 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import ParallelismConfig
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -29,7 +31,7 @@ from shared_batches import BATCHES
 from streamgrad.objectives import dpo_loss, grpo_loss
 from streamgrad.parallel import sequence_parallel, shared_slice, whole_sequence
 from streamgrad.trl.scoring import add_streamed_head
-from streamgrad.trl.shared_generations import rows_of_group
+from streamgrad.trl.shared_generations import SharedGenerations, rows_of_group
 from streamgrad.trl.sliced_rows import rows_cut_inside
 from tiny import tiny_model, tokens
 from trainers import tokenizer
@@ -319,6 +321,30 @@ def test_completions_of_all_ranks(ranks):
             "prompt_ids": [[0, 7], [8, 8]], "completion_ids": [[7, 0], [8, 8]], "advantages": [0, 1], "num_items_in_batch": 3,
             "importance_sampling_ratio": [[0.5, 1.0], [0.5, 0.5]],
         }  # fmt: skip
+
+
+class Gathering:
+    """A trainer whose loss is what it gathers from four ranks, the first two of which have one batch, and the others another."""
+
+    def __init__(self) -> None:
+        first, second = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+        self.accelerator = SimpleNamespace(
+            parallelism_config=ParallelismConfig(sp_size=2, sp_backend="deepspeed"),
+            num_processes=4,
+            gather=lambda own: torch.cat([first, first, second, second]),
+        )
+        self.model = nn.Linear(1, 1)
+
+    def compute_loss(self) -> list[float]:
+        return self.accelerator.gather(torch.zeros(2)).tolist()
+
+
+def test_what_a_loss_gathers_has_each_completion_once():
+    """A quantile of entropies would be another one, if each were counted twice. In evaluation all ranks have other batches."""
+    trainer = type("Trainer", (SharedGenerations, Gathering), {})()
+    assert trainer.compute_loss() == [1.0, 2.0, 3.0, 4.0]
+    trainer.model.eval()
+    assert trainer.compute_loss() == [1.0, 2.0, 1.0, 2.0, 3.0, 4.0, 3.0, 4.0]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")

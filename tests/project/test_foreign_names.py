@@ -96,7 +96,7 @@ UNDOCUMENTED = {
     "trl/trainer/dpo_trainer.py": "add_fused_lm_head router_aux_loss_coef",
     "trl/trainer/grpo_trainer.py": "add_fused_lm_head router_aux_loss_coef num_items_in_batch importance_sampling_ratio",
     "trl/trainer/grpo_config.py": "generation_batch_size steps_per_generation num_generations",
-    "transformers/trainer.py": "get_sp_size get_total_train_batch_size",
+    "transformers/trainer.py": "get_total_train_batch_size",
     "trl/trainer/kto_trainer.py": "add_fused_lm_head router_aux_loss_coef",
     "trl/trainer/distillation_trainer.py": "create_model_from_path",
     "trl/trainer/rloo_trainer.py": "add_fused_lm_head router_aux_loss_coef",
