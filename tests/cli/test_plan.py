@@ -258,10 +258,36 @@ def test_gpus_of_a_node_share_its_host_and_ranks_of_a_sequence_its_tokens():
     assert shared.streamed.seconds.exchanges == pytest.approx(2 * elements * 7 / 8 / 450e9)
 
 
+def test_more_ranks_than_heads_are_a_ring():
+    """The smallest that works, or the one that is asked for; keys travel within a node or across, by who has the same heads."""
+    options = {"gpu": "h100", "engine": "zero3", "gpus": 64, "sp": 64, "keep": "input"}
+    chosen, by_node = (streamgrad.estimate("qwen3-8b", 1 << 20, ring=ring, **options) for ring in (None, 8))
+    assert (chosen.ring, by_node.ring) == (2, 8)
+    assert any("ring=2, the smallest that works with 32 query heads" in line for line in chosen.assumptions)
+    assert "64 to a sequence in rings of 2:" in chosen.title and "of it, the ring" in str(chosen)
+    # A rank's 16,384 tokens in 36 layers. With 32 ranks that trade heads each key head is there four times; with 8, once.
+    tokens, kilobytes = 36 * (1 << 14), 4096
+    for report, others, copies in ((chosen, 1, 4), (by_node, 7, 1)):
+        sent = tokens * others * copies * (2 * kilobytes + 2 * kilobytes)  # keys and values twice, and their sums in fp32
+        assert report.streamed.seconds.ring == pytest.approx(sent / 50e9)
+    in_layers, around = tokens * 2 * 128 * (6 * 32 + 6 * 8), (1 << 14) * 2 * 2 * 4096
+    across_all = around / 64 * (7 / 450e9 + 56 / 50e9)
+    assert by_node.streamed.seconds.exchanges == pytest.approx(in_layers * 7 / 8 / 450e9 + across_all)
+    # A layer at work holds keys, values and sums of the whole sequence for one key head; attention's terms come on top.
+    whole = (1 << 20) * 128 * 2 * (2 + 4)
+    for report in (chosen, by_node):
+        assert whole < report.streamed.device_bytes["keys and values"] < 2.5 * whole
+    small = streamgrad.estimate("qwen3-8b", 1 << 20, ring=None, **options | {"gpus": 32, "sp": 32})
+    assert small.ring == 1 and small.streamed.seconds.ring == 0
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"gpus": 16, "sp": 16}, "sp=16.*32 query heads and 8 key heads"),
+        ({"gpus": 64, "sp": 64, "ring": 1}, "^32 attention heads cannot be shared by 64 ranks.*ring=2"),
+        ({"gpus": 8, "sp": 8, "ring": 3}, "^ring=3 must be a number that divides the group's 8 ranks.*Pass one of 1, 2, 4, 8"),
+        ({"gpus": 8, "ring": 2}, "^ring=2 must be a number that divides the group's 1 ranks"),
+        ({"gpus": 8, "sp": 8, "ring": 0}, "ring must be a whole number of at least 1, got 0"),
         ({"gpus": 8, "sp": 3}, "sp=3 with gpus=8"),
         ({"gpus": 12}, "gpus=12 do not fill machines of gpus_per_node=8"),
     ],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,8 +18,12 @@ import streamgrad
 from engine_worker import Reference, launch
 from gradients import assert_same_step, more
 from sequence_worker import (
+    CHUNKS,
+    COUNTED,
     ENGINES,
+    LENGTH,
     Case,
+    counted_config,
     on_four_ranks,
     on_more_ranks,
     on_two_ranks,
@@ -26,8 +32,14 @@ from sequence_worker import (
 )
 from streamgrad.attention.masks import CausalMask
 from streamgrad.engine.kv_chunk import SeamError
+from streamgrad.engine.policy import LayerPolicy
 from streamgrad.engine.ulysses import Ulysses
+from streamgrad.hf.dry_run import model_shape
 from streamgrad.hf.sequence_slices import Slices
+from streamgrad.hf.shapes import shape_of
+from streamgrad.memory.costs import ModelShape
+from streamgrad.memory.phases import streamed_phases
+from streamgrad.memory.traffic import Ranks, SharedSequences, exchanged_bytes, ring_bytes, shared_shape
 from streamgrad.parallel import sequence_loss
 from tiny import tiny_model, tokens
 
@@ -186,9 +198,9 @@ def test_memory_falls_with_the_number_of_ranks(four_ranks):
     """With as many chunks, so that a chunk has fewer tokens too. What does not fall is a layer's gradients and a term of them."""
     for rank in four_ranks:
         peaks, layer = rank["live bytes"]
-        assert peaks[1, 1] > 60 * layer, "there is too little to fall"
+        assert peaks[1, 1, 4, "input"] > 60 * layer, "there is too little to fall"
         for ranks in (2, 4):
-            assert peaks[ranks, 1] < peaks[1, 1] / ranks + 2 * layer, peaks
+            assert peaks[ranks, 1, 4, "input"] < peaks[1, 1, 4, "input"] / ranks + 2 * layer, peaks
 
 
 def test_memory_of_a_ring(four_ranks):
@@ -200,8 +212,52 @@ def test_memory_of_a_ring(four_ranks):
     for rank in four_ranks:
         peaks, _ = rank["live bytes"]
         for ring in (2, 4):
-            of_others = (ring - 1) * own
-            assert peaks[4, 1] + 2 * of_others <= peaks[4, ring] < peaks[4, 1] + 3 * of_others, peaks
+            of_others, more = (ring - 1) * own, peaks[4, ring, 4, "input"] - peaks[4, 1, 4, "input"]
+            assert 2 * of_others <= more < 3 * of_others, peaks
+
+
+@functools.cache
+def counted_shape(key_heads: int) -> ModelShape:
+    shape = model_shape(counted_config(key_heads), dtype=torch.float32)
+    return replace(shape, profile=shape.eager)
+
+
+def test_plans_hold_what_ranks_hold(subtests, four_ranks):
+    """The bytes of `streamgrad plan --sp P --ring r`, without what kernels of a GPU take for themselves."""
+    for case in COUNTED:
+        ranks, ring, key_heads, keep = case
+        shape = shared_shape(counted_shape(key_heads), Ranks(ranks, ranks, ring=ring))
+        load = SharedSequences(shape, 1, LENGTH // ranks, gradient_share=0.0, ranks=ranks, ring=ring)
+        size = LENGTH // ranks // CHUNKS
+        phases = streamed_phases(load, [LayerPolicy(keep)] * 4, [size] * 4, size)
+        planned = max(phase.total_bytes - phase.parts["workspace"] for phase in phases)
+        for rank in four_ranks:
+            with subtests.test(str(case)):
+                counted = rank["live bytes"][0][case]
+                assert 0.97 * counted < planned < 1.07 * counted
+
+
+def test_plans_count_what_ranks_exchange(subtests):
+    """By the functions that are compared with counted elements above; ids are no part of the plan."""
+    size, known = 4, shape_of("qwen3-8b")
+    for case in FOUR_RANKS + EIGHT_RANKS:
+        if case.family == "qwen3" and case.kind == "plain" and case.keep in ("input", "attention", "all"):
+            own_heads = case.key_heads or 4
+            each = 2 * own_heads * HEAD_SIZE * size
+            costs = replace(known.profile.costs, keys_and_values=each, key_sums=each)
+            heads = 8 if case.ranks == 8 * case.ring else 4
+            profile = replace(known.profile, costs=costs, query_heads=heads, head_size=HEAD_SIZE)
+            ranks = Ranks(case.ranks, case.ranks, ring=case.ring)
+            shape = shared_shape(replace(known, layers=LAYERS, width=24, itemsize=size, profile=profile), ranks)
+            load = SharedSequences(shape, 2, case.length // case.ranks, ranks=case.ranks, ring=case.ring)
+            policies = [LayerPolicy(case.keep)] * LAYERS
+            in_layers, around = exchanged_bytes(load, policies)
+            (_, gathered), (_, summed) = over_the_ring(case)
+            with subtests.test(str(case)):
+                in_all = around + (in_layers if ranks.heads > 1 else 0)
+                assert in_all == size * (exchanged(case)[1] - 2 * case.length // case.ranks)
+                if case.ring > 1:
+                    assert ring_bytes(load, policies) == size * (gathered + summed / case.ring)
 
 
 @pytest.mark.parametrize("engine", [*ENGINES, "a ring under fsdp2"])

@@ -20,7 +20,7 @@ from lora import with_lora
 from streamgrad.hf.patching import InstalledForward
 from streamgrad.memory.live_bytes import LiveBytes
 from streamgrad.parallel import make_zero3_leaves, sequence_loss, sequence_parallel
-from tiny import tiny_model, tokens
+from tiny import tiny_config, tiny_model, tokens
 
 
 @dataclass(frozen=True)
@@ -185,20 +185,33 @@ def on_more_ranks(cases: list[Case]) -> dict[str, Any]:
 # --- memory ------------------------------------------------------------------------------------------------------------
 
 
-def live_bytes(length: int = 1024, chunks: int = 8) -> tuple[dict[tuple[int, int], int], int]:
-    """Peak bytes of a step on one rank, by the ranks that share the sequence and their ring; bytes of a layer's parameters."""
-    peaks: dict[tuple[int, int], int] = {}
-    for ranks, ring in ((1, 1), (2, 1), (4, 1), (4, 2), (4, 4)):
+LENGTH, CHUNKS = 1024, 8
+# Ranks that share the sequence, their ring, key heads of four, and what layers keep.
+COUNTED = [
+    *((ranks, ring, 4, "input") for ranks, ring in ((1, 1), (2, 1), (4, 1), (4, 2), (4, 4))),
+    (4, 2, 1, "attention"),
+    (4, 2, 4, "all"),
+]
+
+
+def counted_config(key_heads: int) -> Any:
+    return tiny_config("llama", num_key_value_heads=key_heads, num_hidden_layers=4)
+
+
+def live_bytes() -> tuple[dict[tuple[int, int, int, str], int], int]:
+    """Peak bytes of a step on one rank, by the cases of `COUNTED`; bytes of a layer's parameters."""
+    peaks: dict[tuple[int, int, int, str], int] = {}
+    for ranks, ring, key_heads, keep in COUNTED:
         group = init_device_mesh("cpu", (4 // ranks, ranks), mesh_dim_names=("data", "sequence"))["sequence"].get_group()
-        model = tiny_model("llama", dtype=torch.float32, num_key_value_heads=4, num_hidden_layers=4)
-        size = length // ranks // chunks
-        sequence_parallel(streamgrad.enable(model, chunk_size=size, head_chunk_size=size, keep="input"), group, ring=ring)
+        model = tiny_model("llama", dtype=torch.float32, num_key_value_heads=key_heads, num_hidden_layers=4)
+        size = LENGTH // ranks // CHUNKS
+        sequence_parallel(streamgrad.enable(model, chunk_size=size, head_chunk_size=size, keep=keep), group, ring=ring)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        ids = tokens(1, length // ranks)
+        ids = tokens(1, LENGTH // ranks)
         with LiveBytes() as live:
             model(input_ids=ids, labels=ids, shift_labels=ids).loss.backward()
-        peaks[ranks, ring] = live.peak_bytes
+        peaks[ranks, ring, key_heads, keep] = live.peak_bytes
     return peaks, sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
 
 

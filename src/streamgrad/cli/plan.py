@@ -62,6 +62,10 @@ def plan(
     gpus: Annotated[int, typer.Option(min=1, help="Number of GPUs, with an engine.")] = 1,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="Number of GPUs in one machine.")] = 8,
     sp: Annotated[int, typer.Option(min=1, help="Number of GPUs that share each sequence.")] = 1,
+    ring: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many of them have the same heads and gather keys.", show_default="the fewest that work"),
+    ] = None,
     master_dtype: Annotated[str, _one_of(choice.MASTER_DTYPES, "What fsdp2 keeps trained weights in; auto: float32")] = "auto",
     dtype: Annotated[str, _one_of(choice.DTYPES, "Dtype of weights and activations")] = "bfloat16",
     keep: Annotated[str, _one_of(KEEP_POLICIES, "As for streamgrad.enable")] = "auto",
@@ -89,6 +93,8 @@ def plan(
 
     `python -m streamgrad plan qwen3-32b --max --gpu h100 --engine zero3 --gpus 64 --sp 8`
 
+    `python -m streamgrad plan llama-3.1-8b --seq-len 15000000 --gpu h100 --engine fsdp2 --gpus 64 --sp 64 --ring 8`
+
     `python -m streamgrad plan qwen3-4b --objective grpo --prompt-tokens 16000 --completion-tokens 2000 --group 8`
     """
     place = machine(
@@ -99,8 +105,8 @@ def plan(
     place = replace(place, rates=_rates(place.rates, gemm_tflops, attention_tflops))
     options = choice.Options(
         batch=batch, method=method, lora_rank=lora_rank, quantization=quantization, objective=objective, optimizer=optimizer,
-        weights=weights, engine=engine, gpus=gpus, gpus_per_node=gpus_per_node, sp=sp, keep=keep, offload=offload,
-        recompute_layers=parse_count("--recompute-layers", recompute_layers, "layers"),
+        weights=weights, engine=engine, gpus=gpus, gpus_per_node=gpus_per_node, sp=sp, ring=ring, keep=keep,
+        offload=offload, recompute_layers=parse_count("--recompute-layers", recompute_layers, "layers"),
         master_dtype=choice.full_dtype(master_dtype), dtype=choice.full_dtype(dtype), machine=place,
     )  # fmt: skip
     if (prompt_tokens, completion_tokens, group) != (None, None, None):

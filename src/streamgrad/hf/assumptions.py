@@ -6,6 +6,7 @@ from streamgrad.hf.estimate_options import Options
 from streamgrad.memory.costs import ModelShape
 from streamgrad.memory.fit import FILLED, FILLED_BESIDE_HOST
 from streamgrad.memory.planner import HOST_SHARE
+from streamgrad.memory.traffic import smallest_ring
 from streamgrad.memory.training_state import copies_to_fp32
 
 
@@ -28,6 +29,7 @@ def assumptions(options: Options, shape: ModelShape) -> list[str]:
     """Return what the numbers of a report depend on."""
     said = [
         *common_assumptions(options),
+        *_of_the_ring(options, shape),
         "checkpointing is transformers' own, with SDPA, eager norms and a loss on full logits, and has the same optimizer",
         *_of_the_optimizer(options, shape),
     ]
@@ -57,6 +59,18 @@ def _between_ranks(options: Options) -> list[str]:
     return [
         f"a GPU sends {links.inside / 1e9:g} GB/s within its machine{across} (published peaks): weights are gathered and "
         f"gradients summed while it computes{shared}; {ranks.on_a_host} GPUs share the memory of a host"
+    ]
+
+
+def _of_the_ring(options: Options, shape: ModelShape) -> list[str]:
+    """Return who has which heads, where ranks that share a sequence are a ring too."""
+    ranks, heads = options.ranks, shape.profile.query_heads
+    if ranks.ring == 1:
+        return []
+    least = f", the smallest that works with {heads} query heads" if ranks.ring == smallest_ring(ranks.sequence, heads) else ""
+    return [
+        f"ring={ranks.ring}{least}: groups of {ranks.heads} GPUs trade heads, and {ranks.ring} GPUs with the same heads gather "
+        "each other's keys (streamgrad.parallel.sequence_parallel); their time is counted as if no attention ran meanwhile"
     ]
 
 

@@ -20,7 +20,15 @@ from streamgrad.memory.costs import ModelShape, sum_of
 from streamgrad.memory.phases import Workload, checkpointing_phases, host_parts, largest
 from streamgrad.memory.seconds import Rates, Seconds, checkpointing_seconds, streamed_seconds
 from streamgrad.memory.this_machine import machine
-from streamgrad.memory.traffic import SharedSequences, beside_seconds, exchange_seconds
+from streamgrad.memory.traffic import (
+    SharedSequences,
+    beside_seconds,
+    exchange_seconds,
+    key_heads,
+    ring_seconds,
+    shared_shape,
+    smallest_ring,
+)
 from streamgrad.memory.training_state import TrainingState, training_state
 
 
@@ -39,6 +47,7 @@ def estimate(
     gpus: int = 1,
     gpus_per_node: int = 8,
     sp: int = 1,
+    ring: int | None = None,
     master_dtype: str = "auto",
     dtype: str = "bfloat16",
     gpu: str | None = None,
@@ -68,6 +77,7 @@ def estimate(
             AdamW with its state and all gradients on the host.
         weights: "host" if layers wait in host memory and come one ahead; else "device".
         gpus, gpus_per_node, sp: GPUs in all, in one machine, and to one sequence.
+        ring: how many of the `sp` GPUs have the same heads, as for `parallel.sequence_parallel`; by default as few as can be.
         master_dtype: what FSDP2 keeps trained 16-bit weights in: "auto" as Accelerate does with mixed precision, in float32.
         gpu: a card's name, such as "rtx4090"; by default this machine's GPU or, where it has none, an H100 with 80 GB.
         gpu_memory, host_memory: of one GPU, and of the machine that it is in, in place of the card's and this machine's.
@@ -82,8 +92,9 @@ def estimate(
     )
     options = Options(
         batch=batch, method=method, lora_rank=lora_rank, quantization=quantization, objective=objective, optimizer=optimizer,
-        weights=weights, engine=engine, gpus=gpus, gpus_per_node=gpus_per_node, sp=sp, master_dtype=full_dtype(master_dtype),
-        dtype=full_dtype(dtype), keep=keep, offload=offload, recompute_layers=recompute_layers, machine=place,
+        weights=weights, engine=engine, gpus=gpus, gpus_per_node=gpus_per_node, sp=sp, ring=ring,
+        master_dtype=full_dtype(master_dtype), dtype=full_dtype(dtype), keep=keep, offload=offload,
+        recompute_layers=recompute_layers, machine=place,
     )  # fmt: skip
     (report,) = estimate_lengths(model, [seq_len], options)
     return report
@@ -105,7 +116,8 @@ class Estimator:
         options, state = self.options, self.state
         rows = (2 if options.objective == "dpo" else 1) * options.batch
         own = -(-tokens // options.sp)
-        return SharedSequences(self.shape, rows, own, state.device, state.gradient_share, ranks=options.sp)
+        shape, ranks = shared_shape(self.shape, options.ranks), options.ranks
+        return SharedSequences(shape, rows, own, state.device, state.gradient_share, ranks=ranks.sequence, ring=ranks.ring)
 
     def longest(self) -> int:
         """Return the tokens of the longest sequence that fits when streamed, or 0."""
@@ -159,6 +171,7 @@ class Estimator:
         return replace(
             seconds,
             exchanges=exchange_seconds(load, policies, options.ranks, links),
+            ring=ring_seconds(load, policies, options.ranks, links),
             beside=beside_seconds(load, options.setup, self.state, options.ranks, links),
         )
 
@@ -166,10 +179,7 @@ class Estimator:
 def estimator_of(model: Any, options: Options) -> Estimator:
     """Return the estimator of a model, whose shape is looked up or measured."""
     shape = shape_of(model, dtype=options.dtype, lora_rank=options.rank).quantized(options.quantization)
-    estimator = Estimator(shape, options)
-    if options.sp > 1:
-        _check_heads(shape, options.sp)
-    return estimator
+    return Estimator(shape, replace(options, ring=_checked_ring(model, shape, options)))
 
 
 def estimate_lengths(model: Any, lengths: Sequence[int | None], options: Options) -> list[Report]:
@@ -203,15 +213,22 @@ def _why_nothing_fits(estimator: Estimator) -> str:
     )
 
 
-def _check_heads(shape: ModelShape, ranks: int) -> None:
-    """Raise where ranks that share a sequence would have no whole heads."""
-    profile = shape.profile
-    keys = round(profile.costs.keys_and_values / (2 * shape.itemsize * profile.head_size)) if profile.head_size else 0
-    if not keys or keys % ranks or profile.query_heads % ranks:
+def _checked_ring(model: Any, shape: ModelShape, options: Options) -> int:
+    """Return the ring that was asked for, or the smallest that works; raise where ranks would have no whole heads."""
+    heads, ranks = shape.profile.query_heads, options.sp
+    if ranks == 1:
+        return 1
+    if not key_heads(shape):
         raise ValueError(
-            f"sp={ranks}: the ranks of a sequence share its heads, and this model has {profile.query_heads} query heads and "
-            f"{keys} key heads. Pass a number that divides both, or sp=1."
+            f"sp={ranks}: the ranks of a sequence share the heads of its attention, and this model's layers have none. Pass sp=1."
         )
+    ring = options.ring or smallest_ring(ranks, heads)
+    if heads % (ranks // ring):
+        from streamgrad.hf.configs import config_of
+        from streamgrad.hf.sequence_slices import check_heads
+
+        check_heads(config_of(model), ranks, ring)  # which raises, as it does in training
+    return ring
 
 
 def _head_products(load: Workload) -> int:

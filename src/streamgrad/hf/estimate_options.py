@@ -12,7 +12,7 @@ from streamgrad.memory.engines import ENGINES
 from streamgrad.memory.fit import Card
 from streamgrad.memory.planner import HOST_SHARE
 from streamgrad.memory.this_machine import Machine, machine
-from streamgrad.memory.traffic import Ranks
+from streamgrad.memory.traffic import Ranks, check_ring
 from streamgrad.memory.training_state import MASTER_DTYPES, OPTIMIZERS, WEIGHT_PLACES, Setup, TrainingState
 
 METHODS = ("full", "lora")
@@ -53,6 +53,7 @@ class Options:
     gpus: int = 1
     gpus_per_node: int = 8
     sp: int = 1
+    ring: int | None = None  # the smallest that works
     master_dtype: str = "auto"
     dtype: str = "bfloat16"
     keep: str = "auto"
@@ -70,7 +71,7 @@ class Options:
             if getattr(self, name) not in allowed:
                 hint = " QLoRA is method='lora' with quantization='nf4'." if getattr(self, name) == "qlora" else ""
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {getattr(self, name)!r}.{hint}")
-        for name in ("batch", "gpus", "gpus_per_node", "sp", "lora_rank"):
+        for name in ("batch", "gpus", "gpus_per_node", "sp", "ring", "lora_rank"):
             check_count(name, getattr(self, name))
         if self.lora_rank is not None and self.method != "lora":
             raise ValueError(
@@ -97,6 +98,7 @@ class Options:
                 f"sp={self.sp} with gpus={self.gpus}: groups of GPUs that share a sequence are equally large. Pass gpus that sp "
                 "divides."
             )
+        check_ring(self.ring or 1, self.sp)
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             raise ValueError(
                 f"gpus={self.gpus} do not fill machines of gpus_per_node={self.gpus_per_node}. Pass a number that it divides."
@@ -119,7 +121,7 @@ class Options:
 
     @property
     def ranks(self) -> Ranks:
-        return Ranks(self.gpus, self.sp, self.gpus_per_node)
+        return Ranks(self.gpus, self.sp, self.gpus_per_node, self.ring or 1)
 
     @property
     def rank(self) -> int | None:

@@ -51,6 +51,7 @@ class Report:
     gpus: int
     gpus_per_node: int
     sp: int
+    ring: int
     batch: int
     seq_len: int
     gpu: str
@@ -69,6 +70,7 @@ class Report:
         """Return in words what is trained, and how."""
         many = f", {self.gpus} GPUs with {self.engine}" if self.gpus > 1 else ""
         many += f", {self.sp} to a sequence" if self.sp > 1 else ""
+        many += f" in rings of {self.ring}" if self.ring > 1 else ""
         words = {"none": "no optimizer", "in-backward": "adamw in backward", "host": "adamw on the host"}
         optimizer = words.get(self.optimizer, self.optimizer) + (", weights on the host" if self.weights == "host" else "")
         method = self.method if self.quantization == "none" else f"{self.method} on {self.quantization}"
@@ -102,6 +104,11 @@ class Report:
             _row("longest sequence", f"{streamed.longest_tokens:,}", "", f"{plain.longest_tokens:,}"),
             _row("step, at least", f"{streamed.seconds.total:,.1f} s", "", f"{plain.seconds.total:,.1f} s"),
         ]
+        if self.sp > 1:
+            waits = streamed.seconds.exchanges, plain.seconds.exchanges
+            totals.append(_row("of it, exchanges", f"{waits[0]:,.1f} s", "", f"{waits[1]:,.1f} s"))
+        if self.ring > 1:
+            totals.append(_row("of it, the ring", f"{streamed.seconds.ring:,.1f} s", "", f"{plain.seconds.ring:,.1f} s"))
         if self.gpus > 1:
             totals.append(_row("tokens a second, at most", f"{self.tokens_a_second:,.0f}", "", ""))
         return [components, totals]

@@ -29,7 +29,7 @@ from streamgrad.hf.patching import InstalledForward, temporary_attribute
 from streamgrad.hf.quantized import bytes_of
 from streamgrad.hf.sharded import StatesToCome, bytes_on_their_way, device_at_work, own_bytes, waits_on_host
 from streamgrad.hf.whole_step import WholePlan, WholeStep
-from streamgrad.memory.costs import LayerCosts
+from streamgrad.memory.costs import KEYS_AT_ONCE, LayerCosts
 from streamgrad.memory.device import device_memory, host_budget_bytes, segments_grow, usable_share
 from streamgrad.memory.head_chunk import SHORTEST_CHUNK
 from streamgrad.memory.measure import PROBED_TOKENS, measured_costs
@@ -310,6 +310,8 @@ def _step_facts(call: PlannedCall, costs: LayerCosts, resident: float, budget: B
         input_is_leaf=h_BTE.is_leaf and h_BTE.requires_grad,
         head=call.head,
         budget_bytes=budget.device_bytes,
+        keys_at_once=KEYS_AT_ONCE * call.sharing.ring_ranks / call.sharing.ranks,
+        ring=call.sharing.ring_ranks,
     )
 
 

@@ -146,11 +146,16 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Shape:
-    """A batch of `rows` sequences of `sequence` tokens. Attention's backward sees at most `keys_at_once` keys in a call."""
+    """A batch of `rows` sequences of `sequence` tokens. Attention's backward sees at most `keys_at_once` keys in a call.
+
+    Where ranks share a sequence, these are the tokens of one rank, and keys with as many heads as each of its tokens has. A layer
+    at work then holds the keys and values of `ring` ranks.
+    """
 
     rows: int
     sequence: int
     keys_at_once: float = KEYS_AT_ONCE
+    ring: int = 1
 
     def __str__(self) -> str:
         return f"{self.rows} x {self.sequence} tokens"
@@ -170,12 +175,19 @@ def layer_phases(costs: LayerCosts, shape: Shape, policy: LayerPolicy, chunk_siz
     through: Parts = {"hidden states": 2 * tokens * costs.input, "workspace": costs.weights}
     if policy.keep == "all":
         # The graph itself is among what is kept; its gradients are as wide as a chunk's of the whole sequence.
-        extra = tokens * max(0.0, costs.widest - costs.graph + costs.input + costs.keys_and_values)
-        parts = {"chunk activations": extra, "gradients": costs.gradients, "workspace": tokens * costs.workspace}
-        return {"the graph": sum_of(through, parts)}
+        parts = sum_of(through, {"gradients": costs.gradients, "workspace": tokens * costs.workspace})
+        saved = costs.graph - costs.input - shape.ring * costs.keys_and_values
+        found = {"the graph": sum_of(parts, {"chunk activations": tokens * max(0.0, costs.widest - saved)})}
+        if shape.ring > 1:
+            terms = _attention_terms(costs, shape, tokens, 0.0)["keys and values"] + shape.ring * tokens * costs.key_sums
+            at_attention = tokens * (costs.at_attention + costs.attention - saved)  # less what has been freed
+            found["attention"] = sum_of(parts, {"keys and values": max(0.0, terms + at_attention)})
+        return found
     chunk = shape.rows * min(chunk_size, shape.sequence)
     whole = chunk == tokens
-    keys = tokens * ((0.0 if policy.holds_attention else costs.keys_and_values) + (0.0 if whole else costs.key_sums))
+    in_ring = shape.ring > 1  # of whose keys and values a rank keeps its own, and gathers the others
+    keys = 0.0 if policy.holds_attention and not in_ring else shape.ring * tokens * costs.keys_and_values
+    keys += 0.0 if whole and not in_ring else shape.ring * tokens * costs.key_sums
     keys += 0.0 if whole else shape.rows * costs.states * -(-shape.sequence // chunk_size)
     if policy.on_host:  # this chunk and the next or, from a layer's last chunk on, the keys and values of the layer below
         brought = costs.keys_and_values if policy.keep == "attention" else 0.0
@@ -206,14 +218,22 @@ def _attention_terms(costs: LayerCosts, shape: Shape, chunk: int, made: float) -
     These are its terms of the keys' gradients, and the queries' gradients: one for each of its two pieces (the keys before the
     chunk, and its own) and, after earlier calls, their sum.
     """
-    before, at_once = shape.tokens - chunk, shape.rows * shape.keys_at_once
-    calls = -(-before // max(1, at_once))
+    ring, at_once = shape.ring, shape.rows * shape.keys_at_once
+    before = ring * (shape.tokens - chunk)
+    several = ring > 1 or before > at_once
     sum_factor = costs.key_sums / costs.keys_and_values if costs.keys_and_values else 1.0
-    queries = 0.0 if not before else costs.attention * (1 if calls <= 1 else 1 + sum_factor)
+    queries = 0.0 if not before else costs.attention * (1 + sum_factor if several else 1)
+    keys, own = (chunk + min(before, at_once)) * costs.keys_and_values, float(chunk)
+    if ring > 1:
+        # The chunk's own keys come first. While earlier keys have their turn, what the rank owes to others' is on its way, and
+        # what others owe to its own arrives, summed.
+        own = min(ring * chunk, at_once + chunk)
+        on_the_way = (ring + 1) * chunk * costs.key_sums
+        keys = max(own * costs.keys_and_values, min(before, at_once) * costs.keys_and_values + on_the_way)
     return {
-        "keys and values": (chunk + min(before, at_once)) * costs.keys_and_values,
+        "keys and values": keys,
         "chunk activations": chunk * (costs.at_attention - made + queries),
-        "workspace": max(chunk, min(before, at_once)) * costs.workspace,
+        "workspace": max(own, min(before, at_once)) * costs.workspace,
     }
 
 

@@ -107,6 +107,8 @@ def _step(load: Workload, budget_bytes: float) -> Step:
         input_is_leaf=not shape.outside_trainable,  # with adapters the first layer's input is made to require a gradient
         head=head,
         budget_bytes=budget_bytes,
+        keys_at_once=load.batch.keys_at_once,
+        ring=load.batch.ring,
     )
     return facts.at(load.sequence)
 

@@ -54,8 +54,8 @@ def measured_costs(
     trainable = trainable_parameters(layer)
     return LayerCosts(
         input=counted.input / count,
-        keys_and_values=counted.keys_and_values / count,
-        key_sums=counted.key_sums / count,
+        keys_and_values=counted.keys_and_values / count / sharing.ring_ranks,
+        key_sums=counted.key_sums / count / sharing.ring_ranks,
         attention=counted.attention / count,
         # An ordinary graph saves keys and values too, which chunks leave to the stream.
         graph=(counted.input + counted.saved + counted.keys_and_values) / count,

@@ -24,7 +24,15 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from streamgrad.engine.policy import LayerPolicy
-from streamgrad.memory.costs import LayerCosts, Shape, embedding_parts, head_parts, held_in_backward, layer_phases
+from streamgrad.memory.costs import (
+    KEYS_AT_ONCE,
+    LayerCosts,
+    Shape,
+    embedding_parts,
+    head_parts,
+    held_in_backward,
+    layer_phases,
+)
 
 # Share of the free memory that is left for fragments: where the allocator's segments can grow, and where they cannot.
 MARGIN, MARGIN_IN_FIXED_SEGMENTS = 0.05, 0.1
@@ -324,13 +332,15 @@ class StepFacts:
     input_is_leaf: bool  # whether the first layer's input is a leaf of the graph
     head: HeadFacts | None
     budget_bytes: float
+    keys_at_once: float = KEYS_AT_ONCE  # as in `memory.costs.Shape`
+    ring: int = 1
 
     def at(self, sequence: int) -> Step:
         hidden, head, tokens = self.position_bytes * sequence, self.head, self.rows * sequence
         return Step(
             costs=self.costs,
             layers=self.layers,
-            shape=Shape(self.rows, sequence),
+            shape=Shape(self.rows, sequence, self.keys_at_once, self.ring),
             resident_bytes=self.resident_bytes + self.layers * tokens * self.costs.recorded,
             layer_gradient_bytes=self.gradient_bytes / self.layers,
             head_bytes=2 * hidden + UNKNOWN_HEAD_SHARE * self.budget_bytes if head is None else head.bytes_at_work(tokens),

@@ -59,11 +59,12 @@ class Seconds:
     reference: float = 0.0  # a frozen model's pass over the same tokens
     launches: float = 0.0  # of the layers' kernels, while others run
     exchanges: float = 0.0  # of tokens for heads, between ranks that share a sequence; the device waits for them
+    ring: float = 0.0  # of keys, values and their gradients, between ranks with the same heads
     beside: float = 0.0  # copies of weights and gradients, between ranks or to and from the host, while the device computes
 
     @property
     def total(self) -> float:
-        busy = self.attention + self.layers + self.head + self.reference + self.exchanges
+        busy = self.attention + self.layers + self.head + self.reference + self.exchanges + self.ring
         return max(busy, self.launches, self.beside)
 
 

@@ -25,6 +25,7 @@ from streamgrad.engine.ulysses import Ulysses
 from streamgrad.hf.discover import unwrap
 from streamgrad.hf.patching import InstalledForward
 from streamgrad.hf.sequence_slices import SequenceGroup, check_heads
+from streamgrad.memory.traffic import check_ring
 
 ModelT = TypeVar("ModelT")
 
@@ -69,8 +70,7 @@ def _check_ring(ring: int, group: dist.ProcessGroup) -> None:
     dist.all_gather_object(given, ring, group=group)
     if len(set(given)) > 1:
         raise ValueError(f"the ranks that share a sequence disagree about ring: {given}, from the first rank to the last.")
-    if ring < 1 or len(ranks) % ring:
-        raise ValueError(f"ring={ring} must be a number that divides the group's {len(ranks)} ranks.")
+    check_ring(ring, len(ranks))
     if ring > 1 and ranks != sorted(ranks):
         raise ValueError(f"ring={ring} needs a group whose ranks are in increasing order, not {ranks}.")
 
