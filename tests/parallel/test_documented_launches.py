@@ -6,11 +6,13 @@ clip: what comes out is compared with plain fp32 training that clips as well, by
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import shlex
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,8 @@ from accelerate.state import AcceleratorState, PartialState
 
 from gradients import more, total_gradient_error
 from launching import CONFIGS, EXAMPLE, ON_CPU, ROOT, run, weights
+from streamgrad.hf.shapes import shape_of
+from streamgrad.memory.training_state import Setup, training_state
 from tiny import VOCABULARY, tiny_model
 
 PAGE = (ROOT / "docs" / "distributed.md").read_text()
@@ -66,9 +70,12 @@ def start(tmp_path_factory) -> Path:
     return folder
 
 
-def trained(batches: list[torch.Tensor], *, clipping: float, momentum: float, rate: float) -> dict[str, torch.Tensor]:
+def trained(
+    start: Path, batches: list[torch.Tensor], *, clipping: float, momentum: float, rate: float
+) -> dict[str, torch.Tensor]:
     """What plain fp32 training in one process makes of the start."""
     model = tiny_model("qwen3", dtype=torch.float32, tie_word_embeddings=False)
+    model.load_state_dict(weights(start))
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum)
     for ids in batches:
         model(input_ids=ids, labels=ids).loss.backward()
@@ -89,6 +96,21 @@ def batches(script: str) -> list[torch.Tensor]:
     return [ids[index : index + 1] for index in (2, 3, 0, 1)]  # the Trainer's order, for its default seed
 
 
+def check_held(engine: str, stdout: str, parameters: int) -> None:
+    """What two processes hold is what `streamgrad plan --engine ... --gpus 2` says, but for the rounding of shards."""
+    ranks = [json.loads(text) for text in re.findall(r"^held: (.*)$", stdout, re.MULTILINE)]
+    assert len(ranks) == 2
+    held = {name: sum(rank[name] for rank in ranks) for name in ranks[0]}
+    sizes = {"layers": 1, "layer_parameters": parameters, "layer_trainable": parameters}
+    outside = dict.fromkeys(("outside_parameters", "outside_trainable", "head_parameters", "head_trainable"), 0)
+    state = training_state(replace(shape_of("qwen3-8b"), **sizes, **outside), Setup(engine=engine, gpus=2))
+    assert held["weights"] == pytest.approx(2 * state.device["weights"], rel=0.03)
+    # The examples' optimizer has one moment, and AdamW two.
+    assert held["masters"] + 2 * held["state"] == pytest.approx(2 * state.device["optimizer state"], rel=0.03)
+    if engine == "fsdp2":  # ZeRO-3 makes its gradients fp32 for the step
+        assert held["gradients"] == pytest.approx(2 * state.gradient_share * 2 * parameters, rel=0.03)
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -101,12 +123,17 @@ def batches(script: str) -> list[torch.Tensor]:
 def test_an_example_trains(name, start, tmp_path):
     config, script = name.split()
     words = documented()[name]
+    if config in ("fsdp2", "zero3"):  # from 16 bits, as models are published
+        start = tmp_path / "start"
+        tiny_model("qwen3", dtype=torch.bfloat16, tie_word_embeddings=False).save_pretrained(start)
     rate = ["--learning-rate", 1.0] if script == "ulysses_trainer" else []  # to go further than 16 bits round
     done = started(words, start, *SMALL, *rate, "--output", tmp_path)
     assert done.returncode == 0, done.stderr[-4000:]
+    if config in ("fsdp2", "zero3"):
+        check_held(config, done.stdout, sum(value.numel() for value in weights(start).values()))
     clipping = 1.0 if config in ("ulysses", "zero2", "zero3") else 1e9
     momentum = 0.0 if script == "ulysses_trainer" else 0.9
-    expected = trained(batches(script), clipping=clipping, momentum=momentum, rate=1.0 if rate else 0.1)
+    expected = trained(start, batches(script), clipping=clipping, momentum=momentum, rate=1.0 if rate else 0.1)
     result = {key: value.float() for key, value in weights(tmp_path).items()}
     gone = total_gradient_error(weights(start), expected)
     off = total_gradient_error(result, expected)
@@ -146,7 +173,7 @@ def test_two_machines(launcher, sizes, off, start, tmp_path):
         runs = [machines.submit(started, shlex.split(line), start, *SMALL, "--output", tmp_path) for line in lines]
         for done in (each.result() for each in runs):
             assert done.returncode == 0, done.stderr[-4000:]
-    expected = trained(batches(script), clipping=1e9, momentum=0.9, rate=0.1)
+    expected = trained(start, batches(script), clipping=1e9, momentum=0.9, rate=0.1)
     gone = total_gradient_error(weights(start), expected)
     assert total_gradient_error(weights(tmp_path), expected) < off * gone
 

@@ -1,7 +1,7 @@
 """What training keeps on one rank under each engine, by formula: everything but activations.
 
-With P parameters of which T train, N ranks, and U parameters in the largest unit that is gathered at once (a decoder layer, or
-the embeddings and head where an engine gathers them together):
+With P parameters of which T train, N ranks, and U parameters in the largest unit that is gathered at once (a decoder layer, the
+head or the embeddings, which DeepSpeed and Accelerate's FSDP2 gather one after the other):
 
     engine   parameters   gradients   optimizer state   working copies
     none     P            T           T                 -

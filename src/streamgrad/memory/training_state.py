@@ -97,13 +97,11 @@ def training_state(shape: ModelShape, setup: Setup) -> TrainingState:
     # FSDP2 keeps its masters in place of the weights and gathers those in 16 bits; DeepSpeed's are a copy, in its optimizer.
     own_size = shape.itemsize - shape.weights_saved / parameters
     kept_size = own_size if copied else own_size + (master - shape.itemsize) * trainable / parameters
-    # FSDP2 gathers what is outside of the layers as one unit, DeepSpeed one module of it after the other.
-    outside = shape.outside_parameters if setup.engine == "fsdp2" else shape.head_parameters
     count = rank_bytes(
         setup.engine,
         parameters=parameters,
         trainable=trainable,
-        unit=max(shape.layer_parameters, outside),
+        unit=max(shape.layer_parameters, shape.head_parameters),  # embeddings are gathered apart from the head
         ranks=setup.gpus,
         parameter_size=kept_size,
         gradient_size=shape.itemsize if copied else master,
