@@ -132,6 +132,7 @@ def run(objective: str, arguments: Sequence[str], console: Console) -> None:
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     if logged:
         shown = "reward" if "reward" in logged[0] else "loss"
+        logged = [entry for entry in logged if shown in entry]  # a step on completions of an earlier one has no rewards
         first, last = (f"{float(entry[shown]):.3f}" for entry in (logged[0], logged[-1]))
         console.print(f"{shown}: {first} at step {logged[0]['step']}, {last} at step {logged[-1]['step']}", soft_wrap=True)
     if trainer.accelerator.num_processes > 1:
