@@ -119,12 +119,11 @@ def test_flags_yaml_and_adapters(train, tmp_path, model, monkeypatch):
 
 def test_grpo_with_a_reward_by_path(train, tmp_path, model):
     data = named_columns(tmp_path, prompt=["Alice was ", "So she "])
-    flags = ["--model_name_or_path", model, "--dataset_name", data, "--output_dir", tmp_path / "out", "--max_steps", 1]
+    flags = ["--model_name_or_path", model, "--dataset_name", data, "--output_dir", tmp_path / "out", "--max_steps", 2]
     small = ["--num_generations", 4, "--max_completion_length", 4, "--bf16", "false", "--report_to", "none", "--logging_steps", 1]
-    code, _, _ = train(
-        "grpo", *flags, *small, "--reward_funcs", "streamgrad.cli.train.letter_e", "--per_device_train_batch_size", 4
-    )
-    assert code == 0
+    batch = ["--per_device_train_batch_size", 4, "--gradient_accumulation_steps", 1, "--num_iterations", 2]
+    code, printed, _ = train("grpo", *flags, *small, *batch, "--reward_funcs", "streamgrad.cli.train.letter_e")
+    assert code == 0 and re.search("reward: .* at step 1, .* at step 1\n", printed), "the second step has none"
     for rewards, message in (
         ([], "grpo needs a reward"),
         (
