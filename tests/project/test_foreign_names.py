@@ -103,6 +103,8 @@ UNDOCUMENTED = {
     "trl.trainer.utils.FusedCausalLMOutput": "log_probs entropy log_sum_sq_probs mean_logits is_top1 label_mask loss",
     "accelerate/accelerator.py": "deepspeed_ulysses_dl_adapter parallelism_config",
     "accelerate/parallelism_config.py": "cp_size sp_enabled sp_size",
+    "accelerate.state.AcceleratorState": "deepspeed_plugin",
+    "accelerate/utils/dataclasses.py": "deepspeed_config",
     "deepspeed/runtime/sequence_parallel/ulysses_sp.py": "micro_batches refill",
     "transformers.models.llama.modeling_llama": """
         ALL_ATTENTION_FUNCTIONS apply_rotary_pos_emb eager_attention_forward rotate_half

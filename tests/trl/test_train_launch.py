@@ -15,7 +15,7 @@ import pytest
 import torch
 from accelerate import DistributedType, ParallelismConfig
 from transformers import AutoModelForCausalLM
-from trl import KTOTrainer
+from trl import DPOTrainer, KTOTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from gradients import more, worst_gradient_error
@@ -150,11 +150,12 @@ def test_a_launch_without_gpus_is_refused(environment, words, message, tmp_path,
     assert not list(tmp_path.iterdir()), "it began all the same"
 
 
-def shared(trainer_type: type, **attributes: object) -> SimpleNamespace:
-    """What `prepare_shared_sequences` reads of a trainer under sp_size=2."""
+def shared(trainer_type: type, *, zero: dict | None = None, **attributes: object) -> SimpleNamespace:
+    """What `prepare_shared_sequences` reads of a trainer under sp_size=2, and under ZeRO-3 unless `zero` is its configuration."""
     parallelism = ParallelismConfig(sp_size=2, sp_backend="deepspeed")
     trainer = object.__new__(trainer_type)
-    state = {"distributed_type": DistributedType.DEEPSPEED, "num_processes": 2}
+    plugin = SimpleNamespace(deepspeed_config={"zero_optimization": zero or {"stage": 3}})
+    state = {"distributed_type": DistributedType.DEEPSPEED, "num_processes": 2, "state": SimpleNamespace(deepspeed_plugin=plugin)}
     trainer.__dict__.update(accelerator=SimpleNamespace(parallelism_config=parallelism, **state), **attributes)
     return trainer
 
@@ -162,6 +163,14 @@ def shared(trainer_type: type, **attributes: object) -> SimpleNamespace:
 def test_trainers_that_share_no_sequences():
     with pytest.raises(ValueError, match="sp_size=2 lets .* SFT, DPO, GRPO and RLOO only, and this is a KTOTrainer.*whole_seq"):
         prepare_shared_sequences(shared(KTOTrainer))
+
+
+@pytest.mark.parametrize("zero", [{"stage": 2}, {"stage": 3, "reduce_scatter": False}], ids=str)
+@pytest.mark.parametrize("trainer_type", [DPOTrainer, StreamGRPOTrainer])
+def test_gradients_that_deepspeed_would_add_up(trainer_type, zero):
+    """With SGD, two ranks under ZeRO-2 have learned twice what one process does."""
+    with pytest.raises(ValueError, match=f"ZeRO stage {zero['stage']} .* gradients would be 2 times as large. Set zero_stage: 3"):
+        prepare_shared_sequences(shared(trainer_type, zero=zero))
 
 
 @pytest.mark.parametrize(("batch", "steps", "generations"), [(3, 1, 3), (2, 3, 4)], ids=["rows of a rank", "groups"])

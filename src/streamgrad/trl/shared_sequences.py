@@ -59,6 +59,26 @@ def shares_sequences(trainer: Any) -> bool:
     return parallelism is not None and parallelism.sp_enabled
 
 
+def check_averages(accelerator: Any) -> None:
+    """Raise if DeepSpeed would add up the gradients of the ranks that share rows, and not average them.
+
+    Each of these ranks computes the loss of whole rows. DeepSpeed multiplies by their number in all of its reductions but the
+    one by which ZeRO-3 scatters gradients.
+    """
+    plugin = accelerator.state.deepspeed_plugin
+    if plugin is None:
+        return
+    config = plugin.deepspeed_config.get("zero_optimization", {})
+    stage, scatters = config.get("stage", 0), config.get("reduce_scatter", True)
+    if stage != 3 or not scatters:
+        ranks = accelerator.parallelism_config.sp_size
+        raise ValueError(
+            f"ZeRO stage {stage} with reduce_scatter={scatters} adds up the gradients of the sp_size={ranks} ranks that share "
+            f"rows, and each has that of the whole loss: gradients would be {ranks} times as large. Set zero_stage: 3, and "
+            "leave reduce_scatter on."
+        )
+
+
 def prepare_shared_sequences(trainer: Any) -> None:
     """Prepare `trainer` for `sp_size` > 1 if it was launched with that; raise if it cannot be.
 
@@ -68,6 +88,8 @@ def prepare_shared_sequences(trainer: Any) -> None:
     if not shares_sequences(trainer):
         return
     ranks = trainer.accelerator.parallelism_config.sp_size
+    if isinstance(trainer, DPOTrainer | SharedGenerations):
+        check_averages(trainer.accelerator)
     if isinstance(trainer, SharedGenerations):
         check_generations(trainer.args, ranks)
         trainer.accelerator.deepspeed_ulysses_dl_adapter = lambda loader, model: loader  # of prompts, which are not cut
