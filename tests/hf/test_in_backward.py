@@ -237,6 +237,29 @@ def test_parameters_are_saved_without_their_optimizer(tmp_path):
     assert updates_of(loaded["model.norm.weight"]) is None and updates_of(model.model.norm.weight) is optimizer
 
 
+def test_a_copy_of_a_parameter_has_no_optimizer():
+    model = tiny_model("qwen3")
+    optimizer = streamgrad.optimizer_in_backward(model, torch.optim.SGD, lr=1e-2)
+    for copied in (copy.copy(model.model.norm.weight), copy.deepcopy(model).model.norm.weight):
+        assert updates_of(copied) is None
+        copied.sum().backward()
+        assert torch.equal(copied.grad, torch.ones_like(copied))
+    optimizer.remove()
+    optimizer.remove()
+
+
+def test_parameters_that_a_conversion_has_swapped(monkeypatch):
+    """torch then has moved hook and attributes to the old tensor: `step` applies the gradients, which stay."""
+    model = tiny_model("qwen3")
+    optimizer = streamgrad.optimizer_in_backward(model, torch.optim.SGD, lr=1e-2)
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    model.to(torch.float32)
+    before = model.model.norm.weight.detach().clone()
+    one_step(model, optimizer, 0)
+    assert before.dtype == torch.float32 and not torch.equal(model.model.norm.weight, before)
+    optimizer.remove()
+
+
 # --- Gradients are freed ----------------------------------------------------------------------------------------------------
 
 
@@ -399,6 +422,14 @@ def test_what_else_is_refused():
     optimizer = make(model, torch.optim.SGD, lr=1e-2)
     with pytest.raises(ValueError, match=r"already updated in backward.*remove\(\)"):
         make(model, torch.optim.SGD, lr=1e-2)
+    other = make([nn.Parameter(torch.ones(2))], torch.optim.SGD, lr=1.0)
+    for added, words in (
+        (model.model.norm.weight, r"1 of 2 parameters .* by another optimizer"),
+        (torch.ones(2, device="meta"), "meta"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            other.add_param_group({"params": [added]})
+        assert len(other.param_groups) == 1 and updates_of(model.model.norm.weight) is optimizer
     with pytest.raises(TypeError, match=r"state_dict\(\)"):
         copy.deepcopy(optimizer)
     with pytest.raises(ValueError, match="register_step_pre_hook"):

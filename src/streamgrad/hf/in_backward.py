@@ -65,9 +65,14 @@ def optimizer_in_backward(
         params = [p for p in model.parameters() if p.requires_grad] if isinstance(model, nn.Module) else model
     kind = type(f"{optimizer_class.__name__}InBackward", (InBackward, optimizer_class), {"__module__": __name__})
     optimizer: InBackward = kind(params, **options)
-    check_parameters(model, optimizer.parameters, [parameter for parameter in optimizer.parameters if updates_of(parameter)])
+    _check(model, optimizer.parameters, optimizer.parameters)
     optimizer.begin(tried(optimizer, optimizer_class, options), max_grad_norm)
     return optimizer
+
+
+def _check(model: Any, parameters: list[Tensor], added: list[Tensor]) -> None:
+    """Raise where `parameters` cannot be updated in backward, or another optimizer does so for some of those `added`."""
+    check_parameters(model, parameters, [parameter for parameter in added if updates_of(parameter)])
 
 
 class _Owner:
@@ -89,7 +94,8 @@ class _Owner:
 def updates_of(parameter: Tensor) -> InBackward | None:
     """Return the optimizer that updates the parameter in backward, if one of these does."""
     owner = getattr(parameter, _Owner.name, None)
-    return owner.optimizer if isinstance(owner, _Owner) else None
+    # A copy of a parameter has its attributes, but not its hook.
+    return owner.optimizer if isinstance(owner, _Owner) and parameter in owner.optimizer._handles else None
 
 
 def _updated(parameter: Tensor) -> None:
@@ -131,14 +137,21 @@ class InBackward(torch.optim.Optimizer):
         """End the updates in backward: gradients stay in `.grad` again, and `step()` does nothing but for them."""
         for parameter, handle in self._handles.items():
             handle.remove()
-            delattr(parameter, _Owner.name)
+            vars(parameter).pop(_Owner.name, None)  # `swap_tensors` has given it the attributes of another tensor, and no hook
             parameter.grad = held_gradient(parameter)
         self._handles.clear()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        if self._sizes is not None:
-            self._watch(self.param_groups[-1]["params"])
+        if self._sizes is None:
+            return
+        added = self.param_groups[-1]["params"]
+        try:
+            _check(None, self.parameters, added)
+        except (RuntimeError, ValueError):
+            del self.param_groups[-1]
+            raise
+        self._watch(added)
 
     def train(self) -> None:
         """Raise for clipping that a Trainer would do after backward: it calls this before each forward pass."""
