@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from streamgrad.hf.sharded import StatesToCome, bytes_on_their_way, device_at_work, own_bytes, waits_on_host
+from streamgrad.hf.sharded import StatesToCome, bytes_on_their_way, device_at_work, own_bytes, waits_on_host, whole_gradient_bytes
 from streamgrad.hf.status import _optimizer_of
 from streamgrad.hf.step_plan import _left_bytes
 
@@ -37,8 +38,24 @@ def test_a_shard_is_counted_where_its_gradient_stays(sharded):
     assert [waits_on_host(each) for each in (plain, shard, on_host)] == [False, False, True]
     assert [own_bytes(each) for each in (plain, shard, on_host)] == [96, 48, 48]
     assert [_left_bytes(each, hooks_free=False) for each in (plain, shard, on_host)] == [96, 48, 0]
-    assert bytes_on_their_way([[plain], [plain]]) == 0
-    assert bytes_on_their_way([[plain], [on_host, shard], [shard]]) == 2 * 2 * 96
+    on_meta = nn.Parameter(on_host.to("meta"))  # before its weights are loaded
+    assert not waits_on_host(on_meta) and device_at_work(on_meta).type == "meta"
+
+
+def test_gradients_that_are_not_shared_stay_whole(sharded):
+    """As in all but the last of several batches in a step; what tensor parallelism has cut is not gathered."""
+    model = nn.Sequential(nn.Linear(8, 3, bias=False), nn.Linear(3, 8), nn.ParameterList([sharded("cpu")]))
+    assert bytes_on_their_way(model) == 0 and list(map(whole_gradient_bytes, model)) == [None] * 3
+    for layer in model[:2]:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    model[1].bias.requires_grad_(False)
+    assert bytes_on_their_way(model) == 2 * (96 + 32) and list(map(whole_gradient_bytes, model)) == [None] * 3
+    for layer in model[:2]:
+        layer.set_requires_gradient_sync(False)
+    assert list(map(whole_gradient_bytes, model)) == [96, 96, None]
+    model[1](model[0](torch.ones(1, 8))).sum().backward()
+    assert list(map(whole_gradient_bytes, model)) == [0, 0, None], "there already"
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_host_memory_is_left_for_gradients_and_moments(sharded):

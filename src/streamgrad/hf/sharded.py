@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 
 def waits_on_host(parameter: Tensor) -> bool:
     """Return whether a parameter, its gradient and the optimizer's states of it are on the host, and its layer runs elsewhere."""
-    return isinstance(parameter, DTensor) and parameter.device.type != parameter.device_mesh.device_type
+    return isinstance(parameter, DTensor) and parameter.device.type == "cpu" != parameter.device_mesh.device_type
 
 
 def device_at_work(parameter: Tensor) -> torch.device:
@@ -27,9 +29,38 @@ def own_bytes(parameter: Tensor) -> int:
         return parameter.to_local().nbytes if isinstance(parameter, DTensor) else parameter.nbytes
 
 
-def bytes_on_their_way(layers: Iterable[Iterable[Tensor]]) -> float:
+def bytes_on_their_way(layers: Iterable[nn.Module]) -> float:
     """Return the bytes of whole weights and gradients that are there beside the running layer's: one arrives, one leaves."""
-    return 2.0 * max(sum(parameter.nbytes for parameter in own if isinstance(parameter, DTensor)) for own in layers)
+    return 2.0 * max(
+        (sum(each.sharded_param.nbytes for group in _groups(layer) for each in group.fsdp_params) for layer in layers), default=0
+    )
+
+
+def whole_gradient_bytes(layer: nn.Module) -> float | None:
+    """Return the bytes of gradients that backward leaves whole on the device, if FSDP2 is told to share none of the layer's.
+
+    That is `set_requires_gradient_sync(False)`, as Accelerate has it for all but the last of several batches in a step. Gradients
+    of earlier batches are there already, and not counted.
+    """
+    groups = [group for group in _groups(layer) if not group.reduce_grads]
+    if not groups:
+        return None
+    trained = [each for group in groups for each in group.fsdp_params if each.sharded_param.requires_grad]
+    return float(sum(each.sharded_param.nbytes for each in trained if not _has_whole_gradient(each)))
+
+
+def _groups(layer: nn.Module) -> list[Any]:
+    """Return the groups of parameters that FSDP2 gathers for a layer."""
+    if not isinstance(layer, FSDPModule):
+        return []
+    state: Any = layer._get_fsdp_state()
+    found = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [group for group in found if group is not None]
+
+
+def _has_whole_gradient(gathered: Any) -> bool:
+    unsharded = getattr(gathered, "_unsharded_param", None)  # made when it is gathered for the first time
+    return gathered.unsharded_accumulated_grad is not None or (unsharded is not None and unsharded.grad is not None)
 
 
 class StatesToCome:

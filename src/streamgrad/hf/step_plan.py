@@ -27,7 +27,7 @@ from streamgrad.hf.discover import decoder_layers
 from streamgrad.hf.in_backward import updates_of
 from streamgrad.hf.patching import InstalledForward, temporary_attribute
 from streamgrad.hf.quantized import bytes_of
-from streamgrad.hf.sharded import StatesToCome, bytes_on_their_way, device_at_work, own_bytes, waits_on_host
+from streamgrad.hf.sharded import StatesToCome, bytes_on_their_way, device_at_work, own_bytes, waits_on_host, whole_gradient_bytes
 from streamgrad.hf.whole_step import WholePlan, WholeStep
 from streamgrad.memory.costs import KEYS_AT_ONCE, LayerCosts
 from streamgrad.memory.device import device_memory, host_budget_bytes, segments_grow, usable_share
@@ -298,15 +298,16 @@ def _told_of_length(longest: int) -> str:
 
 
 def _step_facts(call: PlannedCall, costs: LayerCosts, resident: float, budget: Budget, *, hooks_free: bool) -> StepFacts:
-    h_BTE, resident = call.h_BTE, resident + bytes_on_their_way(call.layer_parameters)
+    h_BTE, layers = call.h_BTE, decoder_layers(call.decoder)
+    on_their_way, whole = bytes_on_their_way(layers), [each for each in map(whole_gradient_bytes, layers) if each is not None]
     return StepFacts(
         costs=costs,
         layers=len(call.layer_parameters),
         rows=h_BTE.shape[0],
         position_bytes=h_BTE.nbytes / h_BTE.shape[1],
         # Off CUDA nothing counts what is on the device, so the head's weights are added here.
-        resident_bytes=resident + (0.0 if call.on_cuda or call.head is None else call.head.weight_bytes),
-        gradient_bytes=sum(_left_bytes(p, hooks_free=hooks_free) for own in call.layer_parameters for p in own),
+        resident_bytes=resident + on_their_way + (0.0 if call.on_cuda or call.head is None else call.head.weight_bytes),
+        gradient_bytes=sum(whole or (_left_bytes(p, hooks_free=hooks_free) for own in call.layer_parameters for p in own)),
         input_is_leaf=h_BTE.is_leaf and h_BTE.requires_grad,
         head=call.head,
         budget_bytes=budget.device_bytes,
