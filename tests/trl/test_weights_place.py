@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from safetensors.torch import load_file
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
 
@@ -41,7 +41,7 @@ def cpu_as_gpu(monkeypatch):
         torch.distributed.destroy_process_group()
 
 
-def test_a_run_with_weights_on_the_host(tmp_path, request, caplog):
+def test_a_run_with_weights_on_the_host(tmp_path, request, caplog, monkeypatch):
     """With clipping and accumulation, which an optimizer in backward and torchao's on the host refuse."""
     caplog.set_level(logging.INFO, logger="streamgrad")
     save_embedded_model(tmp_path / "model")
@@ -49,7 +49,8 @@ def test_a_run_with_weights_on_the_host(tmp_path, request, caplog):
     words = f"--model_name_or_path {tmp_path / 'model'} --bf16 false --max_steps 2 --max_grad_norm 0.5 --chunk_size 16"
     words += " --learning_rate 1e-2 --report_to none --dtype float32 --logging_steps 1 --save_strategy no"
     words += " --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --dataloader_pin_memory false"
-    saved, logs = [], []
+    saved, logs, unshared = [], [], []
+    monkeypatch.setattr(FSDPModule, "set_requires_gradient_sync", lambda self, shared: shared or unshared.append(self))
     for flags in (["--use_cpu"], ["--use_cpu", "false", "--weights", "host", "--optimizer", "host"]):
         if len(flags) > 1:
             request.getfixturevalue("cpu_as_gpu")
@@ -62,8 +63,17 @@ def test_a_run_with_weights_on_the_host(tmp_path, request, caplog):
     assert worst_gradient_error(saved[1], saved[0])[0] < 1e-6
     assert isinstance(run.accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
     assert all(isinstance(parameter, DTensor) for parameter in run.model.model.layers.parameters())
+    assert unshared == [], "gradients of the whole model stayed on the device"
     told = [record.getMessage() for record in caplog.records if "is streamed" in record.getMessage()]
     assert len(told) == 2 and all("; optimizer AdamW; expected peak" in line for line in told)
+
+
+def test_what_is_refused_later_leaves_the_environment(cpu_as_gpu):
+    before, words = dict(os.environ), ["--bf16", "false", "--weights", "host", "--report_to", "none"]
+    for refused in (["--optimizer", "in-backward"], ["--no_such_option"]):
+        with pytest.raises((ValueError, SystemExit)):
+            Command.parse("sft", [*words, *refused])
+        assert {name: value for name, value in os.environ.items() if before.get(name) != value} == {}
 
 
 def test_what_is_refused_before_anything_is_loaded(monkeypatch):

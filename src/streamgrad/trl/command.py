@@ -55,7 +55,12 @@ from streamgrad.trl.trainers import (
     StreamRLOOTrainer,
     StreamSFTTrainer,
 )
-from streamgrad.trl.weights_place import check_with_weights_on_host, keep_weights
+from streamgrad.trl.weights_place import (
+    accumulate_on_host,
+    check_with_weights_on_host,
+    environment_of_before_if_refused,
+    keep_weights,
+)
 
 # By objective: the trainer, its arguments, and the arguments of TRL's script for it.
 OBJECTIVES: dict[str, tuple[Any, Any, Any]] = {
@@ -142,6 +147,7 @@ class Command:
     words: Sequence[str]
 
     @classmethod
+    @environment_of_before_if_refused()
     def parse(cls, objective: str, arguments: Sequence[str], without_model: dict[str, Any] | None = None) -> Command:
         """Parse `arguments`, the words of TRL's command line, with or without `--config file.yaml`.
 
@@ -165,10 +171,10 @@ class Command:
             # The model's options first: the defaults of TrainingArguments, which checks itself when made, depend on them.
             first = TrlParser((ModelConfig, _Place), add_help=False)
             model, place, others = first.parse_args_and_config(list(arguments), return_remaining_strings=True)
-            keep_weights(place.weights, use_cpu=place.use_cpu)
             if place.use_cpu:
                 parser.set_defaults_with_config(bf16=False)  # TRL's default, which most CPUs emulate
             if not {"-h", "--help", "--help_all"} & set(others):
+                keep_weights(place.weights, use_cpu=place.use_cpu)
                 if model.model_name_or_path is None:
                     parser.set_defaults_with_config(**without_model or {})
                 else:
@@ -212,6 +218,7 @@ class Command:
         optimizer = vars(stream).pop("optimizer")
         if vars(stream).pop("weights") == "host":
             check_with_weights_on_host(optimizer, training, model)
+            accumulate_on_host(training)
             optimizer = "adamw"  # which follows the weights
         sharing = chosen_optimizer(optimizer, training)
         if hasattr(stream, "share_prompts"):

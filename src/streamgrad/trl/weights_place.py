@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +35,25 @@ def keep_weights(place: str, *, use_cpu: bool) -> None:
             "configuration instead, or launch without DeepSpeed."
         )
     os.environ.update(_ENGINE | ({} if "LOCAL_RANK" in os.environ else _ALONE))
+
+
+@contextmanager
+def environment_of_before_if_refused() -> Iterator[None]:
+    """Take back what `keep_weights` has told Accelerate if the block raises: a later run in this process has other options."""
+    before = {name: os.environ.get(name) for name in _ENGINE | _ALONE}
+    try:
+        yield
+    except BaseException:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
+        raise
+
+
+def accumulate_on_host(training: Any) -> None:
+    """Let each batch's gradients go to the host: else FSDP2 keeps the whole model's on the GPU until the last batch of a step."""
+    config = training.accelerator_config
+    config.gradient_accumulation_kwargs = {"sync_each_batch": True} | (config.gradient_accumulation_kwargs or {})
 
 
 def check_with_weights_on_host(optimizer: str, training: Any, model: Any) -> None:
