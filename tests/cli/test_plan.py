@@ -49,6 +49,10 @@ def test_the_table_says_what_the_report_says(tmp_path):
             ["qwen3-8b", "--seq-len", "1000", "--gpu-memory", "24GiB"],
             "No length fits: weights .* take 45.77 GiB.*--method lora, --optimizer in-backward or host, --weights host",
         ),
+        (
+            ["qwen3-8b", "--seq-len", "1000", "--gpu-memory", "24GiB", "--optimizer", "in-backward"],
+            "Try --method lora, --optimizer host --weights host, --engine zero3",  # which is refused in backward
+        ),
     ],
 )
 def test_what_does_not_fit_says_what_would(arguments, words):

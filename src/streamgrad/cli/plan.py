@@ -202,8 +202,10 @@ def _what_would_fit(report: Report) -> str:
         return f"{report.seq_len:,} tokens do not fit. Up to {longest:,} tokens would, as --max shows."
     fixed = sum(parts.get(name, 0.0) for name in ("weights", "optimizer state"))
     ways = ["a smaller --lora-rank" if "lora" in report.method else "--method lora"]
-    ways += ["--optimizer in-backward or host"] if report.optimizer == "adamw" else []
-    ways += ["--weights host"] if report.weights == "device" else []
+    if report.weights == "device":
+        ways += ["--optimizer in-backward or host"] if report.optimizer == "adamw" else []
+        with_it = "--optimizer host " if report.optimizer in ("adamw8bit", "in-backward") else ""
+        ways += [f"{with_it}--weights host"] if report.quantization == "none" else []  # FSDP2 moves no other
     ways += ["a smaller --batch"] if report.batch > 1 else []
     ways += ["--engine zero3 with several --gpus" if report.gpus == 1 else "more --gpus", "a larger GPU"]
     return (
