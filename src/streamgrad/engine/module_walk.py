@@ -48,8 +48,11 @@ def trainable_parameters(root: nn.Module) -> list[nn.Parameter]:
 def parameters_by_depth(root: nn.Module) -> list[nn.Parameter]:
     """Return `root.parameters()` from the outermost modules on, in a fifth of the time; a shared one is there several times."""
     found: list[nn.Parameter] = []
-    level = [root]
+    level = {root: None}
+    seen = set(level)  # a module may have one of those above it as a child
     while level:
         found += [p for module in level for p in module._parameters.values() if p is not None]
-        level = [child for module in level for child in module._modules.values() if child is not None]
+        children = (child for module in level for child in module._modules.values() if child is not None)
+        level = dict.fromkeys(child for child in children if child not in seen)
+        seen.update(level)
     return found
