@@ -228,6 +228,17 @@ def disagreement() -> str:
     return str(refused.value)
 
 
+def gradient_in_a_later_group() -> Tensor | None:
+    """Of a group that the first rank of all is not in, as every group but the first one is where there are several."""
+    group = dist.new_group([1])
+    if dist.get_rank() == 0:
+        return None
+    scores = torch.ones(1, 3, requires_grad=True)
+    whole_sequence(scores, group).mul(2).sum().backward()
+    dist.destroy_process_group(group)  # or torch would name the next group differently on the ranks
+    return scores.grad
+
+
 def joined_rows() -> dict[str, list]:
     """What two ranks know of a row each, the second's longer; images are refused."""
     rank = dist.get_rank()
@@ -247,6 +258,7 @@ def on_two_ranks(saved: str) -> dict[str, Any]:
         "engines": {engine: shared_step(CASES[0], engine) for engine in ("ddp", "fsdp2")},
         "scored": scored_step(dist.group.WORLD),
         "numbers": numbers,
+        "later group": gradient_in_a_later_group(),
         "refused": disagreement(),
         "shared rows": [shared_rows_step(*case) for case in SHARED],
         "joined": joined_rows(),
@@ -312,6 +324,7 @@ def test_other_scores(ranks):
     for results in ranks:
         assert results["numbers"].tolist() == [[False, True, True, True]]
         assert "tokens of a slice: 3, 4," in results["refused"]
+    assert ranks[1]["later group"].tolist() == [[2.0, 2.0, 2.0]]
 
 
 def test_completions_of_all_ranks(ranks):

@@ -186,7 +186,11 @@ class Ulysses(SequenceSharing):
 
     def whole(self, ordered_BT: Tensor) -> Tensor:
         """Return the whole sequence, in order, from the ranks' tokens in chunk order; the ranks' gradients of it are added."""
-        return _Whole.apply(self, self.to_slice_order(ordered_BT))
+        return self.joined(self.to_slice_order(ordered_BT))
+
+    def joined(self, slice_BT: Tensor) -> Tensor:
+        """Return `gather` of the slices of all ranks; the ranks' gradients of it are added."""
+        return _Whole.apply(self, slice_BT)
 
     @cached_property
     def positions_T(self) -> Tensor:

@@ -19,7 +19,6 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.nn.functional import all_gather
 
 from streamgrad.engine.ulysses import Ulysses
 from streamgrad.hf.discover import unwrap
@@ -102,5 +101,4 @@ def whole_sequence(scores: Tensor, group: dist.ProcessGroup) -> Tensor:
     """
     slices = Ulysses(group, scores.shape[1], scores.shape[1], scores.device)
     slices.check_agreement({"batch size": scores.shape[0], "tokens of a slice": scores.shape[1]})
-    gathered = all_gather(scores.byte() if scores.dtype == torch.bool else scores, group)
-    return torch.cat(gathered, dim=1).to(scores.dtype)
+    return slices.joined(scores.byte() if scores.dtype == torch.bool else scores).to(scores.dtype)
