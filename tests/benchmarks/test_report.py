@@ -23,6 +23,7 @@ from benchmarks.selection import (
     steps_within_liger,
     token_bytes,
 )
+from gradients import more
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
@@ -43,6 +44,7 @@ def test_the_committed_report_is_that_of_the_records(tmp_path):
         assert (ROOT / "benchmarks" / picture).exists()
 
 
+@more
 def test_the_same_records_give_the_same_bytes(tmp_path):
     once = write_report(RESULTS, tmp_path / "REPORT.md")
     before = [path.read_bytes() for path in once]
