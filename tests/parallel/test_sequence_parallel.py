@@ -318,7 +318,7 @@ def test_an_unknown_rule_of_a_mask_is_refused():
     """Windows and documents go by places in the sequence; what another rule goes by is not known."""
     mask = CausalMask(lambda batch, head, query, key: key % 2 == 0, has_other_rule=True)
     with pytest.raises(SeamError, match="besides windows and documents"):
-        Slices(None, {}, None, None).mask(mask)
+        Slices(None, {}, None, None, None).mask(mask)
 
 
 def test_context_parallelism_of_accelerate_is_refused(monkeypatch):
