@@ -229,7 +229,7 @@ def disagreement() -> str:
 
 
 def gradient_in_a_later_group() -> Tensor | None:
-    """Of a group that the first rank of all is not in, as every group but the first one is where there are several."""
+    """The gradient of scores in a group without rank 0. With several groups of ranks, all but one are so."""
     group = dist.new_group([1])
     if dist.get_rank() == 0:
         return None
