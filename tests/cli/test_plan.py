@@ -53,6 +53,10 @@ def test_the_table_says_what_the_report_says(tmp_path):
             ["qwen3-8b", "--seq-len", "1000", "--gpu-memory", "24GiB", "--optimizer", "in-backward"],
             "Try --method lora, --optimizer host --weights host, --engine zero3",  # which is refused in backward
         ),
+        (
+            ["qwen3-32b", "--seq-len", "1000", "--gpu-memory", "24GiB", "--engine", "ddp", "--gpus", "2"],
+            "Try --method lora, --optimizer in-backward or host, more --gpus",  # weights are whole on every GPU
+        ),
     ],
 )
 def test_what_does_not_fit_says_what_would(arguments, words):

@@ -205,7 +205,8 @@ def _what_would_fit(report: Report) -> str:
     if report.weights == "device":
         ways += ["--optimizer in-backward or host"] if report.optimizer == "adamw" else []
         with_it = "--optimizer host " if report.optimizer in ("adamw8bit", "in-backward") else ""
-        ways += [f"{with_it}--weights host"] if report.quantization == "none" else []  # FSDP2 moves no other
+        moves = report.quantization == "none" and report.engine in ("none", "fsdp2", "zero3")  # what is whole on a GPU stays
+        ways += [f"{with_it}--weights host"] if moves else []
     ways += ["a smaller --batch"] if report.batch > 1 else []
     ways += ["--engine zero3 with several --gpus" if report.gpus == 1 else "more --gpus", "a larger GPU"]
     return (
