@@ -199,7 +199,11 @@ def counted_config(key_heads: int) -> Any:
 
 
 def live_bytes() -> tuple[dict[tuple[int, int, int, str], int], int]:
-    """Peak bytes of a step on one rank, by the cases of `COUNTED`; bytes of a layer's parameters."""
+    """Peak bytes of a step on one rank, by the cases of `COUNTED`; bytes of a layer's parameters.
+
+    The least of three steps: gloo's thread lets go of a collective's tensors some time after the collective ends, and where the
+    machine is busy that is late enough to be counted.
+    """
     peaks: dict[tuple[int, int, int, str], int] = {}
     for ranks, ring, key_heads, keep in COUNTED:
         group = init_device_mesh("cpu", (4 // ranks, ranks), mesh_dim_names=("data", "sequence"))["sequence"].get_group()
@@ -208,10 +212,12 @@ def live_bytes() -> tuple[dict[tuple[int, int, int, str], int], int]:
         sequence_parallel(streamgrad.enable(model, chunk_size=size, head_chunk_size=size, keep=keep), group, ring=ring)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        ids = tokens(1, LENGTH // ranks)
-        with LiveBytes() as live:
-            model(input_ids=ids, labels=ids, shift_labels=ids).loss.backward()
-        peaks[ranks, ring, key_heads, keep] = live.peak_bytes
+        ids, steps = tokens(1, LENGTH // ranks), []
+        for _ in range(3):
+            with LiveBytes() as live:
+                model(input_ids=ids, labels=ids, shift_labels=ids).loss.backward()
+            steps.append(live.peak_bytes)
+        peaks[ranks, ring, key_heads, keep] = min(steps)
     return peaks, sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
 
 
