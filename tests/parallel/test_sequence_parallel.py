@@ -309,6 +309,7 @@ def test_ranks_that_disagree_are_told(subtests, two_ranks):
             "keep": "disagree about keep",
             "mask": "whether an attention_mask is passed: 0, 1,",
             "ring": "disagree about ring: [1, 2]",
+            "groups": "ring=2 makes process groups, which needs ranks that are in equally many: they are in [",
         }.items():
             with subtests.test(name):
                 assert needle in rank["disagreement"][name]

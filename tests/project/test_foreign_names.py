@@ -42,7 +42,7 @@ PRIVATE = {
     "torch.cuda.memory": "_record_memory_history _set_memory_metadata _snapshot",
     "torch.distributed.ProcessGroup": "_device_types _get_backend",
     "torch._C._distributed_c10d.Backend.Options": "_timeout",
-    "torch.distributed.distributed_c10d": "_get_default_store",
+    "torch.distributed.distributed_c10d": "_get_default_store _world",
     "torch.distributed.fsdp.FSDPModule": "_get_fsdp_state",
     "torch/distributed/fsdp/_fully_shard/_fsdp_param.py": "_unsharded_param",
     "torch/distributed/fsdp/_fully_shard/_fsdp_state.py": "_fsdp_param_group _fsdp_param_groups",

@@ -355,7 +355,12 @@ def refusals_of_disagreement() -> dict[str, str]:
     positions = {"position_ids": torch.arange(8)[None]} if rank else {}
     experts = sequence_parallel(streamgrad.enable(tiny_model("qwen3_moe"), chunk_size=4), group)
     mask = {"attention_mask": torch.ones_like(ids)} if rank else {}
+    alone = dist.new_group([0], use_local_synchronization=True) if rank == 0 else None
+    groups = message(sequence_parallel, model(), group, ring=2)
+    if alone is not None:
+        dist.destroy_process_group(alone)
     return {
+        "groups": groups,
         "length": message(model(), input_ids=ids[:, : 8 - rank]),
         "chunk_size": message(model(chunk_size=4 - rank), input_ids=ids),
         "positions": message(model(), input_ids=ids, **positions),

@@ -19,6 +19,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _world
 
 from streamgrad.engine.ulysses import Ulysses
 from streamgrad.hf.discover import unwrap
@@ -65,13 +66,19 @@ def sequence_parallel(model: ModelT, group: dist.ProcessGroup | None, *, ring: i
 def _check_ring(ring: int, group: dist.ProcessGroup) -> None:
     """Raise on all ranks if one was given a ring that cannot be, or another one: they would wait for each other's groups."""
     ranks = dist.get_process_group_ranks(group)
-    given = [1 for _ in ranks]
-    dist.all_gather_object(given, ring, group=group)
-    if len(set(given)) > 1:
-        raise ValueError(f"the ranks that share a sequence disagree about ring: {given}, from the first rank to the last.")
+    gathered = [(1, 0) for _ in ranks]
+    dist.all_gather_object(gathered, (ring, len(_world.pg_names)), group=group)
+    rings, groups = (list(values) for values in zip(*gathered, strict=True))
+    if len(set(rings)) > 1:
+        raise ValueError(f"the ranks that share a sequence disagree about ring: {rings}, from the first rank to the last.")
     check_ring(ring, len(ranks))
     if ring > 1 and ranks != sorted(ranks):
         raise ValueError(f"ring={ring} needs a group whose ranks are in increasing order, not {ranks}.")
+    if ring > 1 and len(set(groups)) > 1:  # torch names a new group by this number
+        raise ValueError(
+            f"ring={ring} makes process groups, which needs ranks that are in equally many: they are in {groups}, from the first "
+            "rank to the last. Call sequence_parallel before you make groups that only some of these ranks are in."
+        )
 
 
 def sequence_loss(loss: Tensor, targets: Tensor, group: dist.ProcessGroup, *, ignore_index: int = -100) -> Tensor:
