@@ -62,7 +62,7 @@ def _has_kernels(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def fastest_attention(step: WholeStep, decoder: Any, layers: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-    """Return the context in which layers attend by cuDNN in steps whose shape has come often enough to be worth its plan."""
+    """Return the context in which layers attend by cuDNN in steps whose shape is worth its plan."""
     if step.device.type != "cuda":
         return nullcontext()
     if step.compiled:

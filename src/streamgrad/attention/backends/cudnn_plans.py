@@ -2,7 +2,8 @@
 
 cuDNN prepares a plan for every new shape, which takes as long as dozens of calls; FlashAttention needs none and runs at about
 half the speed. Sequences of ever new lengths would pay for plans that are used once. So a shape runs on flash until it has lost
-there the time that a plan costs, and on cuDNN from then on: at most twice the time of the best choice in hindsight.
+there the time that a plan costs, and on cuDNN from then on: at most twice the time of the best choice in hindsight. A shape that
+would lose this much within the step that brings it has its plan at once.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from torch import Tensor
 PLAN_SECONDS = 0.17
 # Extra seconds per FLOP on flash, over forward and backward: 1 / 310 TFLOP/s - 1 / 560 TFLOP/s.
 FLASH_LOSS = 1.0 / 310e12 - 1.0 / 560e12
+# A shape's calls in a step: forward and backward of 24 layers, which most models have; kept inputs make a third call.
+CALLS_OF_A_STEP = 48
 SHAPES = 10_000  # remembered; without a limit, ever new lengths would slowly fill the memory
 
 
@@ -27,13 +30,13 @@ class PlanPrices:
     def is_worth_a_plan(self, query_BHLD: Tensor, key_BGSD: Tensor, causal: bool) -> bool:
         """Return whether to run the block on cuDNN; if not, count a call on flash. Call it before each forward and backward."""
         shape = (*query_BHLD.shape, *key_BGSD.shape[1:3], query_BHLD.dtype, query_BHLD.device.index, causal)
-        return self.is_worth(shape, _flops(query_BHLD, key_BGSD, causal))
+        return self.is_worth(shape, _flops(query_BHLD, key_BGSD, causal), calls=CALLS_OF_A_STEP)
 
-    def is_worth(self, shape: tuple[Any, ...], flops: float) -> bool:
-        """Return whether a shape has lost so much on flash that it is worth a plan; if not, count so many FLOPs there."""
-        lost = self._lost_seconds.pop(shape, 0.0)
-        is_worth = lost >= PLAN_SECONDS
-        self._lost_seconds[shape] = lost if is_worth else lost + FLASH_LOSS * flops
+    def is_worth(self, shape: tuple[Any, ...], flops: float, *, calls: int = 1) -> bool:
+        """Return whether a shape has lost on flash what a plan costs, or would in so many calls; if not, count a call there."""
+        lost, loss = self._lost_seconds.pop(shape, 0.0), FLASH_LOSS * flops
+        is_worth = max(lost, calls * loss) >= PLAN_SECONDS
+        self._lost_seconds[shape] = lost if is_worth else lost + loss
         if len(self._lost_seconds) > SHAPES:
             del self._lost_seconds[next(iter(self._lost_seconds))]
         return is_worth
