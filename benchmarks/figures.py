@@ -107,7 +107,8 @@ def _time_by_memory(records: Records, paper: dict[str, Any]) -> Any:
         for point in peers.get(length, []):
             axes.plot(*_place(point), "o", color=colors[point.name], label=point.name)
         axes.plot(*zip(*map(_place, _frontier(peers.get(length, []))), strict=True), "--", color="tab:gray", zorder=0)
-        axes.plot(*zip(*sorted(map(_place, ours[length])), strict=True), "D-", color="tab:blue", label="streamgrad")
+        axes.plot(*zip(*map(_place, ours[length]), strict=True), "D", color="tab:blue", label="streamgrad")
+        axes.plot(*zip(*map(_place, _frontier(ours[length])), strict=True), "-", color="tab:blue", zorder=0)
         axes.set(title=f"{length:,} tokens", xlabel="peak device memory (GB)", ylabel="forward + backward (ms)")
         axes.set_xscale("log")
         axes.set_xticks([16, 32, 64, 128], ["16", "32", "64", "128"])

@@ -140,6 +140,7 @@ def _pending(
     for length, batch in shapes:
         cell = shared | {"batch": batch, "seq_len": length}
         used = replace(config, memory_budget=budgets[length]) if budgets else config
+        used = replace(used, compile_layers=cell["method"] == "streamgrad-compile")
         if session.has(cell, vars(used) if "streamgrad" in cell["method"] else {}):
             session.tell(f"{_name(cell)}: measured before")
         else:

@@ -66,7 +66,7 @@ class Subject:
         if "streamgrad" not in method and not method.endswith("-nockpt"):
             contexts = {"context_fn": save_products} if method == "hf-sac" else {}
             network.gradient_checkpointing_enable({"use_reentrant": False} | contexts, offload=method == "liger-offload")
-        if "compile" in method:
+        if method.startswith("hf-compile"):
             compile_layers(network)
         if method == "mst":
             split_mlps(network)

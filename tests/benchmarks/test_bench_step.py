@@ -316,6 +316,12 @@ def test_numbers_that_are_none(on_cpu):
     assert isinstance(result.exception, ValueError) and "--seq must be whole numbers" in str(result.exception)
 
 
+def test_a_step_with_layers_compiled(tiny_preset):
+    ours, compiled = step.measure_steps(**tiny_preset | {"methods": ["streamgrad-compile", "streamgrad"]})
+    assert (ours.method, compiled.method) == ("streamgrad", "streamgrad-compile")
+    assert [record.policy["compile_layers"] for record in (ours, compiled)] == [False, True]
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_step_under_fsdp2(tied, tiny_preset):
     """With one rank. The step and its memory are there, and the group can be left."""

@@ -85,16 +85,18 @@ def test_our_steps_stand_beside_the_fastest_peer_in_no_more_memory(records):
         step_row(records, method=method, step_ms=time, peak_bytes=peak * 10**9, policy={})
         for method, time, peak in (("liger", 1800.0, 21), ("liger-nockpt", 900.0, 60), ("hf-compile", 1200.0, 40))
     ]
-    changed = records | {"step": [*others, ours, within, *peers]}
+    graphs = step_row(records, method="streamgrad-compile", step_ms=800.0, peak_bytes=55 * 10**9)
+    changed = records | {"step": [*others, ours, within, graphs, *peers]}
     lines = [line for line in speed_table(changed).splitlines() if line.startswith("| 36,000 |")]
     compiled, kept = "transformers compiled, checkpointing: 1,200 ms, 40.0 GB", "Liger kernels, all kept: 900 ms, 60.0 GB"
     liger = "Liger kernels, checkpointing: 1,800 ms, 21.0 GB"
     assert lines == [
         f"| 36,000 | all of the card | **1,000 ms**, 50.0 GB | {compiled} | 1.20x | {kept} | 0.90x |",
+        f"| 36,000 | all of the card, compiled | **800 ms**, 55.0 GB | {compiled} | 1.50x | {kept} | 1.12x |",
         f"| 36,000 | 21.0 GB | **1,500 ms**, 20.0 GB | {liger} | 1.20x | - | - |",
     ]
     assert [point.name for point in peer_points(changed)[36_000]] == [PEERS[m] for m in ("liger-nockpt", "hf-compile", "liger")]
-    assert [point.record["step_ms"] for point in our_points(changed)[36_000]] == [1000.0, 1500.0]
+    assert [point.record["step_ms"] for point in our_points(changed)[36_000]] == [1000.0, 800.0, 1500.0]
     checkpointing = records | {"step": [*others, ours, peers[0]]}
     assert f"{liger} (of those that checkpoint)" in speed_table(checkpointing)
     assert "| 36,000 | Liger kernels, all kept | 60.0 GB | 900 ms |" in render(changed, read_paper())
