@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 import batches
 import streamgrad
@@ -257,6 +258,26 @@ def test_compiled_layers_attend_by_the_operator(graphs, monkeypatch):
     assert model.config._attn_implementation == "sdpa"
 
 
+@compiling
+def test_short_steps_have_a_graph_without_the_operator(graphs, monkeypatch):
+    """The operator's Python code takes longer there than cuDNN gains; either graph is compiled once."""
+
+    def on_a_gpu(step, *parts):
+        return whole_attention.fastest_attention(replace(step, device=torch.device("cuda", 0)), *parts)
+
+    monkeypatch.setattr(plain_pass, "fastest_attention", on_a_gpu)
+    monkeypatch.setattr(whole_attention, "_has_kernels", lambda *operands: True)
+    a_pair = whole_attention.FLASH_LOSS * 14 * 4 * 8 / 2  # seconds that a pair of a query and a key loses, in 4 heads of 8
+    monkeypatch.setattr(whole_attention, "OPERATOR_SECONDS", a_pair * 30**2)
+    model = tiny_model("qwen3")
+    lengths = (16, 40, 23, 50)
+    expected = [run_step(model, labelled(length)) for length in lengths]
+    streamgrad.enable(model, keep="all", compile_layers=True)
+    for length, step in zip(lengths, expected, strict=True):
+        assert_same_step(run_step(model, labelled(length)), step, 1e-6)
+    assert ["causal_attention" in graph.print_readable(print_output=False) for graph in graphs] == [False, True]
+
+
 @pytest.mark.parametrize(("is_worth", "masked"), [(True, False), (False, False), (True, True)])
 def test_cudnn_comes_first_where_it_is_worth_its_plan(is_worth, masked, monkeypatch):
     """Whatever takes part in the choice is told here, as there is no GPU; kernels are chosen by torch."""
@@ -265,10 +286,11 @@ def test_cudnn_comes_first_where_it_is_worth_its_plan(is_worth, masked, monkeypa
     model = tiny_model("qwen3")
     step = WholeStep("manner", 2, 100, torch.device("cuda", 0), masked, compiled=False)
     context = whole_attention.fastest_attention(step, model.model, model.model.layers)
-    assert isinstance(context, nullcontext) == (masked or not is_worth)
-    if not masked:
-        ((_, flops),) = asked
-        assert flops == 2 * 14 * 2 * 4 * 8 * 100**2 / 2  # layers, FLOPs a pair, rows, heads, their size, pairs
+    with context:
+        first = torch._C._get_sdp_priority_order()[0]
+    assert first == int(SDPBackend.CUDNN_ATTENTION if is_worth else SDPBackend.FLASH_ATTENTION)
+    ((_, flops),) = asked
+    assert flops == 2 * 14 * 2 * 4 * 8 * 100**2 / 2  # layers, FLOPs a pair, rows, heads, their size, pairs
 
 
 @compiling

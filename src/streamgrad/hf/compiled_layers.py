@@ -45,7 +45,7 @@ class LayerCompiler:
         with ExitStack() as restore:
             if self.seconds is None:
                 logger.info("streamgrad: compiling %s, which this step waits for", type(layers[0]).__name__)
-                restore.enter_context(functorch_config.patch(force_non_lazy_backward_lowering=True))
+            restore.enter_context(functorch_config.patch(force_non_lazy_backward_lowering=True))
             forwards = ((layer, "forward", types.MethodType(_compiled(type(layer).forward), layer)) for layer in layers)
             restore.enter_context(temporary_attributes(forwards))
             yield

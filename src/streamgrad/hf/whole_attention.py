@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from streamgrad.attention.backends import flash_implementation
-from streamgrad.attention.backends.cudnn_plans import PRICES, attention_flops
+from streamgrad.attention.backends.cudnn_plans import FLASH_LOSS, PRICES, attention_flops
 from streamgrad.attention.whole import causal_attention
 from streamgrad.engine.module_walk import modules_of
 from streamgrad.hf.discover import attention_configs
@@ -22,8 +22,15 @@ from streamgrad.hf.seams import attention_replaced_in
 from streamgrad.hf.whole_step import WholeStep
 
 _NAME = "streamgrad-whole"
+# A layer gains as much by cuDNN with about 1,500 tokens of 32 heads of 128. In shorter steps the device waits for launches, and
+# so for the operator's Python code too.
+OPERATOR_SECONDS = 0.1e-3
 _CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
+]  # fmt: skip
+# torch's own order may begin with cuDNN, and every new length would wait for its plan.
+_CUDNN_LATE = [
+    SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH,
 ]  # fmt: skip
 
 
@@ -62,19 +69,24 @@ def _has_kernels(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def fastest_attention(step: WholeStep, decoder: Any, layers: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-    """Return the context in which layers attend by cuDNN in steps whose shape is worth its plan."""
+    """Return the context in which layers attend by cuDNN where the step is worth its plan, and else by flash where that can.
+
+    Compiled layers have two graphs: of short steps, with flash in the graph, and with the operator, which chooses in each call.
+    """
     if step.device.type != "cuda":
-        return nullcontext()
-    if step.compiled:
-        return attention_by_operator(decoder, layers)
-    if step.masked or flash_implementation() is not None:  # FlashAttention-3 or 4, which is faster
         return nullcontext()
     config = decoder.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    shape = "whole step", step.rows, step.sequence, heads, size, step.device.index, next(decoder.parameters()).dtype
-    flops = 2 * len(layers) * attention_flops(step.rows, heads, size, step.sequence**2 / 2)
-    return sdpa_kernel(_CUDNN_FIRST, set_priority=True) if PRICES.is_worth(shape, flops) else nullcontext()
+    layer_flops = 2 * attention_flops(step.rows, heads, size, step.sequence**2 / 2)
+    if step.compiled and FLASH_LOSS * layer_flops > OPERATOR_SECONDS:
+        return attention_by_operator(decoder, layers)
+    if step.compiled or flash_implementation() is not None:  # FlashAttention-3 or 4 is faster than cuDNN
+        return sdpa_kernel(_CUDNN_LATE, set_priority=True)
+    dtype = next(decoder.parameters()).dtype
+    shape = "whole step", step.rows, step.sequence, heads, size, step.device.index, dtype, step.masked
+    is_worth = PRICES.is_worth(shape, len(layers) * layer_flops)
+    return sdpa_kernel(_CUDNN_FIRST if is_worth else _CUDNN_LATE, set_priority=True)
 
 
 def attention_by_operator(decoder: nn.Module, layers: Sequence[nn.Module]) -> AbstractContextManager[None]:
