@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from streamgrad.head.token_scores import token_scores
 from streamgrad.hf.patching import InstalledForward
-from streamgrad.hf.step_plan import head_known_to_decoder
+from streamgrad.hf.step_facts import head_known_to_decoder
 from streamgrad.objectives import dpo_loss, grpo_loss
 
 # TRL's default weights of the reference, but for GRPO's, which is 0 there and leaves the reference out.

@@ -16,7 +16,7 @@ from lora import with_lora
 from quantized import KINDS, bitsandbytes, dequantized_model, quantized_model
 from streamgrad.engine import layer as engine_layer
 from streamgrad.hf.patching import InstalledForward
-from streamgrad.hf.step_plan import _bytes_of
+from streamgrad.hf.step_facts import held_bytes
 from streamgrad.memory.live_bytes import LiveBytes
 from tiny import tiny_model, tokens
 
@@ -148,7 +148,7 @@ def test_the_plan_counts_a_dequantised_weight(kind):
     model.zero_grad(set_to_none=True)
     with LiveBytes() as live:
         run_step(model, batch(32))
-    planned = InstalledForward.on(model.model).stream.planner.latest.peak_bytes - _bytes_of(model.model)
+    planned = InstalledForward.on(model.model).stream.planner.latest.peak_bytes - held_bytes(model.model)
     assert 0.85 * live.peak_bytes < planned < 1.15 * live.peak_bytes, (planned, live.peak_bytes)
 
 
@@ -156,8 +156,8 @@ def test_bytes_of_quantised_weights():
     """Half a byte a weight, with a scale of 4 bytes for 64 weights or of 1 byte, itself quantised; or a byte, and 4 for a row."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 64, "num_key_value_heads": 4}
     weights = 4 * 256 * 256 + 3 * 256 * 512
-    rest = _bytes_of(dequantized_model("nf4", dtype=torch.float32, **sizes).model) - 4 * weights
-    found = {kind: (_bytes_of(quantized_model(kind, dtype=torch.float32, **sizes).model) - rest) / weights for kind in KINDS}
+    rest = held_bytes(dequantized_model("nf4", dtype=torch.float32, **sizes).model) - 4 * weights
+    found = {kind: (held_bytes(quantized_model(kind, dtype=torch.float32, **sizes).model) - rest) / weights for kind in KINDS}
     assert found == pytest.approx({"nf4": 0.5625, "fp4": 0.5625, "nf4 doubly": 0.516, "int8": 1.01}, rel=0.03)
 
 
@@ -187,9 +187,9 @@ def test_torchao_weights_are_exact(kind):
     from torchao import quantization
 
     model = tiny_model("qwen3", dtype=torch.float32)
-    whole = _bytes_of(model.model.layers)
+    whole = held_bytes(model.model.layers)
     torchao.quantize_(model.model.layers, getattr(quantization, kind)())
-    assert _bytes_of(model.model.layers) < 0.5 * whole, "counted as if they had 32 bits"
+    assert held_bytes(model.model.layers) < 0.5 * whole, "counted as if they had 32 bits"
     adapted = with_lora(model, targets=EVERYWHERE)
     plain = run_step(adapted, batch())
     for options in ({"chunk_size": 1}, {"chunk_size": 7, "keep": "attention"}, {"chunk_size": 99}):

@@ -14,7 +14,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from streamgrad.hf.sharded import StatesToCome, bytes_on_their_way, device_at_work, own_bytes, waits_on_host, whole_gradient_bytes
 from streamgrad.hf.status import _optimizer_of
-from streamgrad.hf.step_plan import _left_bytes
+from streamgrad.hf.step_facts import left_bytes
 
 SHAPE, SHARD = torch.Size((8, 3)), torch.Size((4, 3))
 
@@ -37,7 +37,7 @@ def test_a_shard_is_counted_where_its_gradient_stays(sharded):
     plain, shard, on_host = nn.Parameter(torch.ones(SHAPE)), sharded("cpu"), sharded("cuda")
     assert [waits_on_host(each) for each in (plain, shard, on_host)] == [False, False, True]
     assert [own_bytes(each) for each in (plain, shard, on_host)] == [96, 48, 48]
-    assert [_left_bytes(each, hooks_free=False) for each in (plain, shard, on_host)] == [96, 48, 0]
+    assert [left_bytes(each, hooks_free=False) for each in (plain, shard, on_host)] == [96, 48, 0]
     on_meta = nn.Parameter(on_host.to("meta"))  # before its weights are loaded
     assert not waits_on_host(on_meta) and device_at_work(on_meta).type == "meta"
 

@@ -47,7 +47,7 @@ from streamgrad.hf.patching import (
 )
 from streamgrad.hf.sequence_slices import shared_sequence_group, with_whole_mask
 from streamgrad.hf.sharded import device_at_work
-from streamgrad.hf.step_plan import head_known_to_decoder
+from streamgrad.hf.step_facts import head_known_to_decoder
 from streamgrad.hf.tensor_parallel import refuse_cut_head
 
 

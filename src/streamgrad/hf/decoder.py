@@ -65,7 +65,8 @@ from streamgrad.hf.plain_pass import attention_of, plain_layers, whole_step
 from streamgrad.hf.recorded import Recorder
 from streamgrad.hf.seams import NotCausal, documents_as_stock, layer_mask, streamed_attention_in, with_documents
 from streamgrad.hf.sequence_slices import SequenceGroup, Slices, WholeSequences, sequence_group
-from streamgrad.hf.step_plan import PlannedCall, Planner, Sample
+from streamgrad.hf.step_facts import PlannedCall
+from streamgrad.hf.step_plan import Planner, Sample
 from streamgrad.hf.tensor_parallel import planned_together
 from streamgrad.memory.planner import HeadFacts, Plan
 from streamgrad.ops.autograd import in_transform

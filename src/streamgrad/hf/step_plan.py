@@ -7,8 +7,8 @@ plan = planner.plan(call, costs)                                      the fastes
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from itertools import chain
 from typing import Any
@@ -18,25 +18,19 @@ from torch import Tensor, nn
 
 from streamgrad.attention.backends import Kernels
 from streamgrad.config import StreamConfig
-from streamgrad.engine.host_offload import HostStore
 from streamgrad.engine.kv_chunk import SeamError
-from streamgrad.engine.module_walk import modules_of, parameters_of
+from streamgrad.engine.module_walk import parameters_of
 from streamgrad.engine.policy import LayerPolicy
 from streamgrad.engine.ulysses import SequenceSharing
-from streamgrad.hf.discover import decoder_layers
-from streamgrad.hf.in_backward import updates_of
-from streamgrad.hf.patching import InstalledForward, temporary_attribute
-from streamgrad.hf.quantized import bytes_of
-from streamgrad.hf.sharded import StatesToCome, bytes_on_their_way, device_at_work, own_bytes, waits_on_host, whole_gradient_bytes
+from streamgrad.hf.sharded import StatesToCome, device_at_work
+from streamgrad.hf.step_facts import PlannedCall, has_foreign_hook, held_bytes, step_facts
 from streamgrad.hf.whole_step import WholePlan, WholeStep
-from streamgrad.memory.costs import KEYS_AT_ONCE, LayerCosts
+from streamgrad.memory.costs import LayerCosts
 from streamgrad.memory.device import device_memory, host_budget_bytes, segments_grow, usable_share
-from streamgrad.memory.head_chunk import SHORTEST_CHUNK
 from streamgrad.memory.measure import PROBED_TOKENS, measured_costs
 from streamgrad.memory.planner import (
     Budget,
     Choices,
-    HeadFacts,
     Plan,
     StepFacts,
     automatic_chunk,
@@ -45,7 +39,6 @@ from streamgrad.memory.planner import (
     longest_that_fits,
     readable,
 )
-from streamgrad.ops.freed_gradient import held_gradient
 
 logger = logging.getLogger("streamgrad")
 
@@ -70,23 +63,6 @@ class Sample:
     mask: object
     recorded: tuple[str, ...]
     recurrent: bool
-
-
-@dataclass(frozen=True)
-class PlannedCall:
-    """A decoder call whose first layer is about to run on `h_BTE`."""
-
-    decoder: nn.Module
-    layer_parameters: list[list[nn.Parameter]]  # of each layer
-    h_BTE: Tensor
-    head: HeadFacts | None  # None where the head is not streamed too
-    host_store: HostStore
-    sharing: SequenceSharing
-    may_recompute: bool  # whether layers may be run outside of their turn
-
-    @property
-    def on_cuda(self) -> bool:
-        return self.h_BTE.device.type == "cuda"
 
 
 class Planner:
@@ -182,7 +158,7 @@ class Planner:
         self._resident_bytes = resident
         choices = self._choices(call)
         for hooks_free in self._possible_frees(call):
-            facts = _step_facts(call, costs, resident, budget, hooks_free=hooks_free)
+            facts = step_facts(call, costs, resident, budget, hooks_free=hooks_free)
             self._latest_step = facts, sequence, choices, budget
             plan, fits = choose_plan(facts.at(sequence), choices, _lowered(budget, facts.resident_bytes, self._shortages))
             if fits:
@@ -216,7 +192,7 @@ class Planner:
         known = self._whole.get(step.manner)
         if known is None or known.tokens < step.tokens:
             return False
-        held, free = device_memory(step.device) if on_cuda else (_bytes_of(decoder), float("inf"))
+        held, free = device_memory(step.device) if on_cuda else (held_bytes(decoder), float("inf"))
         budget = Budget(min(usable_share() * free, limit or float("inf")), 0.0)
         peak = held + known.more_bytes_for(step)
         if peak > _lowered(budget, held, self._shortages).device_bytes:
@@ -227,7 +203,7 @@ class Planner:
 
     def _possible_frees(self, call: PlannedCall) -> list[bool]:
         """Return whether hooks of others free gradients, as seen; before the first step, both answers, the safe one first."""
-        hooked = [parameter for own in call.layer_parameters for parameter in own if _has_foreign_hook(parameter)]
+        hooked = [parameter for own in call.layer_parameters for parameter in own if has_foreign_hook(parameter)]
         if not hooked or self.hooks_free is not None:
             return [bool(self.hooks_free)]
 
@@ -259,7 +235,7 @@ class Planner:
 
         They are rounded, so that steps which are alike share one plan, found once.
         """
-        held, limit = device_memory(call.h_BTE.device) if call.on_cuda else (_bytes_of(call.decoder), float("inf"))
+        held, limit = device_memory(call.h_BTE.device) if call.on_cuda else (held_bytes(call.decoder), float("inf"))
         resident = held - call.h_BTE.nbytes if call.on_cuda else held  # the first layer's input is among what layers keep
         device = min(_floor(usable_share() * limit, 2**26), self.config.budget_bytes or float("inf"))
         to_come = self._states_to_come.host_bytes(chain(*call.layer_parameters))
@@ -297,44 +273,6 @@ def _told_of_length(longest: int) -> str:
     return f"About {longest} tokens a sequence would fit." if longest else "Not even a short sequence would fit."
 
 
-def _step_facts(call: PlannedCall, costs: LayerCosts, resident: float, budget: Budget, *, hooks_free: bool) -> StepFacts:
-    h_BTE, layers = call.h_BTE, decoder_layers(call.decoder)
-    on_their_way, whole = bytes_on_their_way(layers), [each for each in map(whole_gradient_bytes, layers) if each is not None]
-    return StepFacts(
-        costs=costs,
-        layers=len(call.layer_parameters),
-        rows=h_BTE.shape[0],
-        position_bytes=h_BTE.nbytes / h_BTE.shape[1],
-        # Off CUDA nothing counts what is on the device, so the head's weights are added here.
-        resident_bytes=resident + on_their_way + (0.0 if call.on_cuda or call.head is None else call.head.weight_bytes),
-        gradient_bytes=sum(whole or (_left_bytes(p, hooks_free=hooks_free) for own in call.layer_parameters for p in own)),
-        input_is_leaf=h_BTE.is_leaf and h_BTE.requires_grad,
-        head=call.head,
-        budget_bytes=budget.device_bytes,
-        keys_at_once=KEYS_AT_ONCE * call.sharing.ring_ranks / call.sharing.ranks,
-        ring=call.sharing.ring_ranks,
-    )
-
-
-def _left_bytes(parameter: Tensor, *, hooks_free: bool) -> float:
-    """Return the bytes that backward leaves on the device for a parameter.
-
-    These are its gradient's or, if an optimizer takes that at once, those of a state that the first update makes.
-    """
-    if not parameter.requires_grad or parameter.grad is not None or waits_on_host(parameter):
-        return 0.0
-    optimizer = updates_of(parameter)
-    if optimizer is not None:
-        return optimizer.state_bytes_to_come(parameter)
-    return 0.0 if hooks_free and _has_foreign_hook(parameter) else own_bytes(parameter)
-
-
-def _has_foreign_hook(parameter: Tensor) -> bool:
-    """Return whether a hook of another library's may take the gradient. An engine's moves it to a buffer on the device."""
-    hooks = (parameter._post_accumulate_grad_hooks or {}).values() if updates_of(parameter) is None else ()
-    return any(not (getattr(hook, "__module__", None) or "").startswith("deepspeed") for hook in hooks)
-
-
 def _give_segments(h_BTE: Tensor, count: int) -> None:
     """Let the allocator take a segment from the device for each of `count` hidden states that will be kept.
 
@@ -349,54 +287,3 @@ def _give_segments(h_BTE: Tensor, count: int) -> None:
 
 def _floor(count: float, unit: int) -> float:
     return count // unit * unit if count < float("inf") else count
-
-
-def _bytes_of(module: nn.Module) -> float:
-    """Return the bytes of a module's weights, gradients and states of updates in backward, where no allocator counts them."""
-    tensors = [*module.parameters(), *module.buffers()]
-    states = [updates.state_tensors(tensor) for tensor in tensors if (updates := updates_of(tensor)) is not None]
-    gradients = [gradient for gradient in map(held_gradient, tensors) if gradient is not None]
-    return bytes_of([*tensors, *gradients, *chain(*states)])
-
-
-@contextmanager
-def head_known_to_decoder(model: Any, head: nn.Module, *, tokens: int, config: StreamConfig) -> Iterator[None]:
-    """Tell the plan of the model's decoder, within the block, what `head` will hold, streamed over at most `tokens` tokens."""
-    installed = InstalledForward.on(model.get_decoder())
-    if installed is None:
-        yield
-        return
-    frees = bool(installed.stream.planner.hooks_free)
-    facts = head_facts(model, head, tokens=tokens, chunk_size=config.head_chunk_size, hooks_free=frees)
-    with temporary_attribute(installed.stream, "head", facts):
-        yield
-
-
-def head_facts(model: Any, head: nn.Module, *, tokens: int, chunk_size: int | str, hooks_free: bool) -> HeadFacts:
-    """Return the sizes of a streamed head over `tokens` targets, and the gradients that all parts outside the layers leave."""
-    # Not `.weight`: ZeRO-3 gathers what is read outside of its module's call, for the whole step.
-    embeddings, weight = model.get_input_embeddings(), next(head.parameters())
-    # A later stage of a pipeline has no embeddings.
-    embedding = next(iter([] if embeddings is None else embeddings.parameters()), weight.new_empty(0))
-    tied = any(parameter is embedding for parameter in head.parameters())
-    outside = {
-        parameter: _left_bytes(parameter, hooks_free=hooks_free)
-        for module in modules_of(model, but_for=decoder_layers(model.get_decoder()))
-        for parameter in module._parameters.values()
-        if parameter is not None and (parameter is not embedding or updates_of(parameter) is not None)
-    }
-    dense = embedding.nbytes if embedding.requires_grad else 0
-    return HeadFacts(
-        targets=tokens,
-        chunk_size=chunk_size if isinstance(chunk_size, int) else SHORTEST_CHUNK,
-        # By its attributes where it has them: an engine may have taken the weight away and left an empty tensor.
-        width=getattr(head, "in_features", weight.shape[-1]),
-        vocabulary=getattr(head, "out_features", weight.shape[0]),
-        itemsize=weight.element_size() if weight.is_floating_point() else embedding.element_size(),  # its logits'
-        trainable=sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad),
-        # Where the head is tied to the embeddings, autograd holds its gradient until theirs is computed, `.grad` or not.
-        gradient_bytes=sum(outside.values()) + (dense if tied else 0),
-        embedding_itemsize=embedding.element_size(),
-        embedding_gradient_bytes=dense,
-        weight_bytes=0.0 if tied else _bytes_of(head),
-    )

@@ -34,7 +34,7 @@ from streamgrad.hf.sequence_slices import with_whole_mask
 from streamgrad.hf.sharded import device_at_work
 from streamgrad.hf.shared_prefixes import SharedBatch, has_gaps, share_prefixes
 from streamgrad.hf.sharing_refusal import sharing_refusal
-from streamgrad.hf.step_plan import head_known_to_decoder
+from streamgrad.hf.step_facts import head_known_to_decoder
 from streamgrad.parallel import make_zero3_leaves, shared_slice
 from streamgrad.trl.sliced_rows import scored_in_slices
 
