@@ -36,9 +36,12 @@ def test_a_shared_weight_waits_for_its_gradient():
 
 
 def test_weights_on_the_host_leave_two_layers_and_what_is_outside():
-    away = state(weights="host", optimizer="none")
-    assert away.device["weights"] == pytest.approx(2 * (OUTSIDE + 2 * LAYER))
-    assert away.host == {"weights": pytest.approx(2 * 36 * LAYER)}
+    for optimizer in ("none", "sgd"):
+        away = state(weights="host", optimizer=optimizer)
+        assert away.device["weights"] == pytest.approx(2 * (OUTSIDE + 2 * LAYER))
+        # Gradients follow the weights, whatever steps them.
+        assert away.gradient_share == 0 and away.device["other"] == 2 * LAYER
+        assert away.host_bytes == pytest.approx((2 + 2) * PARAMETERS, rel=1e-6)
     # With the optimizer there too, the copy that it steps is the weight itself.
     both = state(weights="host", optimizer="host")
     assert both.host_bytes == pytest.approx((2 + 2 + 4) * PARAMETERS, rel=1e-6)

@@ -116,8 +116,7 @@ class Options:
     @property
     def setup(self) -> Setup:
         second = self.has_reference and self.method == "full"
-        optimizer = "host" if self.weights == "host" and self.optimizer == "adamw" else self.optimizer  # it follows the weights
-        return Setup(self.engine, self.gpus, optimizer, self.weights, self.master_dtype, second_model=second)
+        return Setup(self.engine, self.gpus, self.optimizer, self.weights, self.master_dtype, second_model=second)
 
     @property
     def ranks(self) -> Ranks:

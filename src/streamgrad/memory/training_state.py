@@ -11,6 +11,7 @@ A unit is a layer, the head or the embeddings; the phases of a step (`memory.pha
 that head and embeddings share has its gradient when both have: the head's share then waits for the whole backward pass.
 
 With `weights="host"`, layers wait in pinned memory. One is at work and one on its way; embeddings and head stay on the GPU.
+Gradients then leave for the host too, whatever the optimizer.
 Bytes a rank under each engine are those of `memory.engines`.
 """
 
@@ -71,9 +72,14 @@ class Setup:
         return 4 if copies_to_fp32(self.engine, shape.itemsize) else shape.itemsize
 
     @property
+    def steps_on_host(self) -> bool:
+        """Return whether gradients leave for the host, where the optimizer's states are."""
+        return "host" in (self.optimizer, self.weights)
+
+    @property
     def keeps_gradients(self) -> bool:
         """Return whether gradients stay on the GPU until the optimizer's step."""
-        return self.optimizer not in ("in-backward", "host")
+        return self.optimizer != "in-backward" and not self.steps_on_host
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,7 @@ def training_state(shape: ModelShape, setup: Setup) -> TrainingState:
     if not setup.keeps_gradients and shape.tied:
         device["gradients"] = float(shape.itemsize * shape.head_trainable)
     host: Parts = {}
-    if setup.optimizer == "host":
+    if setup.steps_on_host:
         host = {"optimizer state": count.optimizer, "gradients": count.gradients * _host_gradient_factor(setup.engine)}
         # A layer's gradients on their way, beside the next layer's work; an engine's are among its working copies.
         on_the_way = shape.layer_trainable * shape.itemsize if setup.engine == "none" else 0.0
