@@ -31,7 +31,7 @@ from shared_batches import BATCHES
 from streamgrad.objectives import dpo_loss, grpo_loss
 from streamgrad.parallel import sequence_parallel, shared_slice, whole_sequence
 from streamgrad.trl.scoring import add_streamed_head
-from streamgrad.trl.shared_generations import SharedGenerations, rows_of_group
+from streamgrad.trl.shared_generations import SharedGenerations, _scores_of_own, rows_of_group
 from streamgrad.trl.sliced_rows import rows_cut_inside
 from tiny import tiny_model, tokens
 from trainers import tokenizer
@@ -240,13 +240,18 @@ def gradient_in_a_later_group() -> Tensor | None:
 
 
 def joined_rows() -> dict[str, list]:
-    """What two ranks know of a row each, the second's longer; images are refused."""
+    """What two ranks know of a row each, the second's longer. Images, and what one rank alone knows, are refused on both."""
     rank = dist.get_rank()
     ids = {f"{part}_ids": torch.full((1, 1 + rank), 7 + rank) for part in ("prompt", "completion")}
     ratio = {"importance_sampling_ratio": torch.full((1, 1 + rank), 0.5)}
     rows = ids | ratio | {"advantages": torch.tensor([rank]), "num_items_in_batch": torch.tensor(3)}
+    images = {"pixel_values": torch.zeros(1, 3, 4, 4)} if rank else {}
     with pytest.raises(ValueError, match="pixel_values cannot be passed on where ranks share sequences"):
-        rows_of_group(rows | {"pixel_values": torch.zeros(1, 3, 4, 4)}, dist.group.WORLD)
+        rows_of_group(rows | images, dist.group.WORLD)
+    with pytest.raises(ValueError, match="pixel_values cannot be passed on"):
+        _scores_of_own(None, dist.group.WORLD, None, rows["prompt_ids"], rows["prompt_ids"], 1, **images)
+    with pytest.raises(ValueError, match="token_type_ids cannot be passed on"):
+        rows_of_group(rows | ({} if rank else {"token_type_ids": rows["prompt_ids"]}), dist.group.WORLD)
     return {name: value.tolist() for name, value in rows_of_group(rows, dist.group.WORLD).items()}
 
 

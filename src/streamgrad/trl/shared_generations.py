@@ -11,9 +11,10 @@ Shapes: B rows, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -38,19 +39,30 @@ def check_generations(args: Any, ranks: int) -> None:
         )
 
 
-def rows_of_group(rows: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
+def rows_of_group(rows: dict[str, Any], group: dist.ProcessGroup, unfit: Sequence[str] = ()) -> dict[str, Any]:
     """Return what TRL knows of the rows of all ranks, in their order: `rows` of this rank and of the others.
 
-    Prompts get their padding on the left, what belongs to completions on the right, as if one process had padded them all.
+    Prompts get their padding on the left, what belongs to completions on the right, as if one process had padded them all. What
+    cannot be cut, `unfit` among it, or is not there on every rank, is refused on all of them, so that none waits for another.
     """
     widths = {rows["prompt_ids"].shape[1], rows["completion_ids"].shape[1], 1}
-    for name, value in rows.items():
-        if not isinstance(value, Tensor) or value.ndim > 2 or (value.ndim == 2 and value.shape[1] not in widths):
-            raise _no_images(name)
-    device = rows["prompt_ids"].device
+    unfit = [*unfit, *(name for name, value in rows.items() if not _can_be_cut(value, widths))]
     gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, {name: value.cpu() for name, value in rows.items()}, group=group)
-    return {name: _joined(name, [each[name] for each in gathered]).to(device) for name in rows}
+    own = {} if unfit else {name: value.cpu() for name, value in rows.items()}
+    dist.all_gather_object(gathered, (unfit, own), group=group)
+    names = [set(each) for _, each in gathered]
+    refused = [*chain(*(each for each, _ in gathered)), *sorted(set.union(*names) - set.intersection(*names))]
+    if refused:
+        raise ValueError(
+            f"{refused[0]} cannot be passed on where ranks share sequences (sp_size): completions of text alone can be cut. "
+            "Launch with another configuration, such as that of ZeRO-3."
+        )
+    device = rows["prompt_ids"].device
+    return {name: _joined(name, [each[name] for _, each in gathered]).to(device) for name in rows}
+
+
+def _can_be_cut(value: Any, widths: set[int]) -> bool:
+    return isinstance(value, Tensor) and (value.ndim < 2 or (value.ndim == 2 and value.shape[1] in widths))
 
 
 def _joined(name: str, parts: list[Tensor]) -> Tensor:
@@ -63,13 +75,6 @@ def _joined(name: str, parts: list[Tensor]) -> Tensor:
         missing = [width - part.shape[1] for part in parts]
         parts = [pad(part, (n, 0) if left else (0, n), value=value) for part, n in zip(parts, missing, strict=True)]
     return torch.cat(parts)
-
-
-def _no_images(name: str) -> ValueError:
-    return ValueError(
-        f"{name} cannot be passed on where ranks share sequences (sp_size): completions of text alone can be cut. Launch with "
-        "another configuration, such as that of ZeRO-3."
-    )
 
 
 @contextmanager
@@ -183,14 +188,11 @@ def _scores_of_own(
     **options: Any,
 ) -> tuple[Tensor | None, ...]:
     """Return the scores of this rank's rows, which all ranks of the group compute together with those of the others."""
-    for name, value in options.items():
-        if isinstance(value, Tensor):
-            raise _no_images(name)
     start = input_ids.shape[1] - logits_to_keep
     parts = {"ids": input_ids, "mask": attention_mask}
     own = {f"prompt_{name}": tensor[:, :start] for name, tensor in parts.items()}
     own |= {f"completion_{name}": tensor[:, start:] for name, tensor in parts.items()}
-    rows = rows_of_group(own, group)
+    rows = rows_of_group(own, group, unfit=[name for name, value in options.items() if isinstance(value, Tensor)])
     whole = [torch.cat([rows[f"prompt_{name}"], rows[f"completion_{name}"]], dim=1) for name in parts]
     logprobs, entropies, balance = score(model, *whole, rows["completion_ids"].shape[1], batch_size, **options)
     first = dist.get_rank(group) * len(input_ids)
