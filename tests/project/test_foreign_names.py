@@ -110,6 +110,8 @@ UNDOCUMENTED = {
     "accelerate/parallelism_config.py": "cp_size sp_enabled sp_size",
     "accelerate.state.AcceleratorState": "deepspeed_plugin",
     "accelerate/utils/dataclasses.py": "deepspeed_config",
+    "transformers/integrations/deepspeed.py": "mismatches trainer_config_process",
+    "transformers/training_args.py": "deepspeed_plugin",
     "deepspeed/runtime/sequence_parallel/ulysses_sp.py": "micro_batches refill",
     "transformers.models.llama.modeling_llama": """
         ALL_ATTENTION_FUNCTIONS apply_rotary_pos_emb eager_attention_forward rotate_half

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from trl.trainer import sft_trainer
 from trl.trainer.utils import add_fused_lm_head
 
 from streamgrad import StreamConfig
+from streamgrad.parallel.launch import check_engine
 from streamgrad.trl import StreamDPOTrainer, StreamGRPOTrainer, StreamSFTTrainer
 from streamgrad.trl.scoring import add_streamed_head
 from tiny import tiny_model
@@ -49,6 +51,19 @@ def dpo(tmp_path, *, dataset=None, kind=StreamDPOTrainer, **options):
 def test_activation_offloading(tmp_path):
     with pytest.raises(ValueError, match=r'activation_offloading=True .*StreamConfig\(offload="host"\)'):
         sft(tmp_path, activation_offloading=True)
+
+
+def test_an_engine_that_was_told_otherwise(tmp_path):
+    """Before a model is touched: TRL hands a reference to DeepSpeed, which would fail at the size of batches."""
+    config = {"gradient_accumulation_steps": 2, "gradient_clipping": "auto", "zero_optimization": {"stage": 3}}
+    args = settings(DPOConfig, tmp_path, gradient_accumulation_steps=4, max_grad_norm=0.5)
+    args.deepspeed_plugin = SimpleNamespace(deepspeed_config=config)
+    words = "differ: gradient_accumulation_steps=2 there, gradient_accumulation_steps=4 here. Give both"
+    with pytest.raises(ValueError, match=words):
+        StreamDPOTrainer(model="no such model", args=args, train_dataset=pairs())
+    args.gradient_accumulation_steps = 2
+    check_engine(args)
+    assert config["gradient_clipping"] == "auto"
 
 
 def test_a_model_that_cannot_be_streamed(tmp_path):

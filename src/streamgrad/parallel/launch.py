@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from copy import deepcopy
 from typing import Any
 
 _ENGINES = ("FSDP", "DEEPSPEED")
@@ -27,4 +28,26 @@ def check_launch(state: Any) -> None:
         raise ValueError(
             f"{os.environ['WORLD_SIZE']} processes were started, but Accelerate found no GPU, so each would train alone. Pass "
             "--use_cpu, or set ACCELERATE_USE_CPU=true, to train together on CPUs."
+        )
+
+
+def check_engine(args: Any) -> None:
+    """Raise where a DeepSpeed configuration says otherwise than a Trainer's arguments, as transformers does when training begins.
+
+    A reference model is given to DeepSpeed before, which then compares the sizes of batches alone, and names neither option.
+    """
+    plugin = getattr(args, "deepspeed_plugin", None)
+    if plugin is None:
+        return
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    compared = object.__new__(HfTrainerDeepSpeedConfig)  # made in full, it would be the one that from_pretrained asks for ZeRO-3
+    compared.config, compared.mismatches = deepcopy(plugin.deepspeed_config), []
+    compared.trainer_config_process(args)
+    if compared.mismatches:
+        both = "; ".join(each.removeprefix("- ds ").replace(" vs hf ", " there, ") + " here" for each in compared.mismatches)
+        raise ValueError(
+            f"DeepSpeed's configuration and the trainer's arguments differ: {both}. Give both the same value: pass the trainer "
+            "that of the configuration, or change the configuration, for which accelerate launch has flags "
+            "(--gradient_accumulation_steps, --gradient_clipping)."
         )

@@ -23,6 +23,7 @@ from streamgrad.hf.in_backward import optimizer_in_backward
 from streamgrad.hf.patching import InstalledForward, temporary_attribute
 from streamgrad.hf.status import note_optimizer, peak_bytes_so_far, show_messages
 from streamgrad.parallel import failures_told
+from streamgrad.parallel.launch import check_engine
 from streamgrad.trl.checkpoints import begin_checkpoint, checkpoint_at, named_if_it_fails
 from streamgrad.trl.optimizer_place import check_optimizer_place, on_host
 from streamgrad.trl.restoring import restored_on_error
@@ -57,6 +58,7 @@ class _Streamed:
         self.optimizer_in_backward, self.optimizer_on_host = optimizer_in_backward, optimizer_on_host
         given = inspect.signature(self.stock.__init__).bind_partial(self, *args, **kwargs).arguments
         check_optimizer_place(given.get("args"), in_backward=optimizer_in_backward, on_host=optimizer_on_host)
+        check_engine(given.get("args"))
         if getattr(given.get("args"), "activation_offloading", False):
             raise ValueError(
                 "activation_offloading=True moves every tensor that autograd keeps to the host, even those that a streamed layer "
