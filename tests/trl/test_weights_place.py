@@ -87,6 +87,12 @@ def test_what_is_refused_before_anything_is_loaded(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(ValueError, match="asked for DeepSpeed. Name offload_param"):
         keep_weights("host", use_cpu=False)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
+    monkeypatch.setenv("FSDP_VERSION", "2")  # as fsdp2.yaml says it, which keeps weights on the GPU
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "false")
+    with pytest.raises(ValueError, match="needs FSDP_OFFLOAD_PARAMS=true, and the launcher was asked for false. Change that"):
+        keep_weights("host", use_cpu=False)
+    assert os.environ["FSDP_OFFLOAD_PARAMS"] == "false" and "ACCELERATE_USE_FSDP" not in os.environ
     monkeypatch.undo()
     model = SimpleNamespace(load_in_4bit=False, load_in_8bit=False)
     training = TrainingArguments(use_cpu=True, report_to=[])

@@ -34,6 +34,12 @@ def keep_weights(place: str, *, use_cpu: bool) -> None:
             "--weights host is FSDP2's, and the launcher was asked for DeepSpeed. Name offload_param in DeepSpeed's "
             "configuration instead, or launch without DeepSpeed."
         )
+    for name, needed in _ENGINE.items():
+        if os.environ.get(name, needed).lower() != needed.lower():
+            raise ValueError(
+                f"--weights host needs {name}={needed}, and the launcher was asked for {os.environ[name]}. Change that in its "
+                "configuration, launch with torchrun, which says nothing about FSDP, or leave out --weights host."
+            )
     os.environ.update(_ENGINE | ({} if "LOCAL_RANK" in os.environ else _ALONE))
 
 
