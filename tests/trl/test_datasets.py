@@ -88,7 +88,7 @@ def test_wrong_columns_name_every_format(objective):
         split_of({"train": Dataset.from_dict({"question": ["a"], "answer": ["b"]})}, "train", objective, None)
     assert all(repr(column) in str(raised.value) for column in columns)
     for way in FORMATS[objective]:
-        data = Dataset.from_dict({column: ["a"] for column in way})
+        data = Dataset.from_dict({column: [True] if column == "label" else ["a"] for column in way})
         assert split_of({"train": data}, "train", objective, None) is data
 
 
@@ -97,3 +97,43 @@ def test_a_text_column_of_another_name():
     assert split_of({"train": data}, "train", "sft", "body") is data
     with pytest.raises(ValueError, match="--dataset_text_field names another column of text"):
         split_of({"train": data}, "train", "sft", "text")
+
+
+@pytest.mark.parametrize(
+    ("objective", "columns", "said"),
+    [
+        (
+            "sft",
+            {"text": [1, 2]},
+            "column 'text' of the dataset has values of the type int64. Let every row have text or a list",
+        ),
+        ("sft", {"text": ["a", None]}, "the column 'text' of the dataset has 1 missing value"),
+        ("sft", {"text": [None, None]}, "'text' of the dataset has values of the type null"),
+        (
+            "dpo",
+            {"prompt": ["a"], "chosen": ["b"], "rejected": [0.5]},
+            "'rejected' of the dataset has values of the type float",
+        ),
+        (
+            "kto",
+            {"prompt": ["a"], "completion": ["b"], "label": ["no"]},
+            "'label' .* type string. Let every row have true or false",
+        ),
+    ],
+)
+def test_values_that_no_trainer_takes(objective, columns, said):
+    with pytest.raises(ValueError, match=said):
+        split_of({"train": Dataset.from_dict(columns)}, "train", objective, None)
+
+
+def test_values_that_trainers_take():
+    """Conversations, token ids, labels as numbers; and other columns may have anything."""
+    talk = [[{"role": "user", "content": "a"}]]
+    for objective, columns in (
+        ("sft", {"messages": talk, "id": [None]}),
+        ("sft", {"input_ids": [[1, 2]]}),
+        ("sft", {"text": [3], "prompt": ["a"], "completion": ["b"]}),
+        ("kto", {"prompt": talk, "completion": talk, "label": [1]}),
+    ):
+        data = Dataset.from_dict(columns)
+        assert split_of({"train": data}, "train", objective, None) is data

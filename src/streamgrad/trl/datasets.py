@@ -86,7 +86,21 @@ def split_of(dataset: Any, name: str, objective: str, text_field: str | None) ->
         raise ValueError(
             f"the dataset has the columns {', '.join(split.column_names)}. {accepted_columns(objective)} Rename or add columns."
         )
+    if isinstance(split, Dataset):  # of others, types and missing values are not known beforehand
+        unfit = [[name for name in way if _unfit(split, name)] for way in ways if columns.issuperset(way)]
+        if all(unfit):
+            name = unfit[0][0]
+            needed = "true or false" if name == "label" else "text or a list"
+            raise ValueError(f"the column {name!r} of the dataset has {_unfit(split, name)}. Let every row have {needed} there.")
     return split
+
+
+def _unfit(split: Dataset, name: str) -> str:
+    """Return what is in the column that a trainer cannot take, or nothing: numbers for text, text for a label, missing values."""
+    kind = str(getattr(split.features[name], "dtype", "list"))
+    fits = kind.startswith(("bool", "int")) if name == "label" else "string" in kind or kind == "list"
+    missing = split.data.column(name).null_count
+    return (f"{missing} missing value(s)" if missing else "") if fits else f"values of the type {kind}"
 
 
 def accepted_columns(objective: str) -> str:
