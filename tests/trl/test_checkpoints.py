@@ -112,7 +112,7 @@ def test_a_checkpoint_that_is_not_there_or_not_whole(train, tmp_path, name):
     (torn / "trainer_state.json").write_text('{"best_metric": nu')
     given = name if name != "checkpoint-7" else torn
     code, _, _ = train("--output_dir", tmp_path, "--max_steps", 2, "--resume_from_checkpoint", given)
-    said = {"last": "there is no whole checkpoint in output_dir=", "nowhere": "rng_state.pth cannot be read there"}
+    said = {"last": "there is no whole checkpoint in output_dir=", "nowhere": "there is no such directory. Pass last"}
     assert str(code).startswith(f"streamgrad: --resume_from_checkpoint {given}: ")
     assert said.get(name, "trainer_state.json cannot be read there") in code
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-7"]

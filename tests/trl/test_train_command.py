@@ -228,6 +228,8 @@ def test_sharing_is_an_option_of_trainers_with_prompts(train):
         (["sft", "--use_peft", "true", "--lora_r", "9" * 30], "lora_r must be a whole number .* got 9+"),
         (["sft", "--pad_to_multiple_of", "0"], "pad_to_multiple_of must be a whole number .* got 0"),
         (["sft", "--max_steps", "0", "--num_train_epochs", "0"], "max_steps=0 and num_train_epochs=0.0 leave no step to train"),
+        (["sft", "--max_steps", "0"], "max_steps=0 and num_train_epochs=3.0 leave no step .* Pass max_steps above 0, or leave"),
+        (["dpo", "--max_length", "4"], "no example has anything left to train on at max_length=4. Pass a larger one"),
         (["sft", "--save_steps", "-3"], "save_steps=-3.* must be above 0"),
         (["sft", "--model_init_kwargs", "5"], "model_init_kwargs='5' must be a JSON object"),
         (["sft", "--accelerator_config", "nowhere.json"], "could not be read.*nowhere.json"),
@@ -245,6 +247,7 @@ def test_sharing_is_an_option_of_trainers_with_prompts(train):
         (["orpo"], "there is no command for orpo, .* streamgrad.objectives.dpo_loss, .*docs/trainers.md.* sft, dpo, grpo"),
         (["ppo"], None),
         (["sft", "--no_such_flag", "1"], None),
+        (["sft", "--dtype", "int8"], None),
         (["sft", "--lerning_rate", "1"], None),
         (["sft", "--max_steps", "nan"], None),
     ],
@@ -254,7 +257,7 @@ def test_what_cannot_be(train, tmp_path, words, message):
     """One line for what a command asks; the usage, and exit code 2, for a command or an option that does not exist."""
     code, _, err = train(words[0], *(["--output_dir", tmp_path] if words[0] != "ppo" else []), *words[1:])
     if message is None:
-        assert code == 2 and words[-2:][0].strip("-") in err
+        assert code == 2 and words[-2:][0].strip("-") in err and err.count("\n") < 10, "no list of all flags"
     else:
         assert str(code).startswith("streamgrad: ")
         assert "\n" not in str(code).strip()

@@ -50,7 +50,7 @@ def checkpoint_to_resume(name: str | bool | None, output_dir: str, processes: in
     """Return the checkpoint that `--resume_from_checkpoint` names: `last`, a directory, or None. Raise if it is not whole."""
     if not name:
         return None
-    if name in ("last", True):
+    if str(name).lower() in ("last", "true"):  # True in Python, and what some pass on a command line
         last = last_checkpoint(output_dir, processes)
         if last is None:
             raise ValueError(
@@ -60,10 +60,10 @@ def checkpoint_to_resume(name: str | bool | None, output_dir: str, processes: in
         return str(last)
     missing = missing_from(Path(str(name)), processes)
     if missing is not None:
-        raise ValueError(
-            f"--resume_from_checkpoint {name}: {missing} cannot be read there, so {processes} process(es) cannot go on from it "
-            "exactly. Pass last, or a checkpoint that was written to its end by as many processes."
-        )
+        why = f"{missing} cannot be read there, so {processes} process(es) cannot go on from it exactly"
+        why = why if Path(str(name)).is_dir() else "there is no such directory"
+        remedy = "Pass last, or a checkpoint that was written to its end by as many processes."
+        raise ValueError(f"--resume_from_checkpoint {name}: {why}. {remedy}")
     return str(name)
 
 

@@ -159,17 +159,18 @@ class Command:
         trainer, training, script = OBJECTIVES[objective]
         kinds = (script, training, ModelConfig, DatasetMixtureConfig, _stream_arguments(trainer))
         alone = ", ".join(f"{name} {value}" for name, value in (without_model or {}).items())
+        usage = "%(prog)s [--config FILE.yaml] [--help] [--help_all] [flags of streamgrad and TRL]"
+        named = {"prog": f"streamgrad train {objective}", "usage": usage}
         parser = FlagParser(
             kinds,
             own=list(_STREAM_HELP),
-            prog=f"streamgrad train {objective}",
-            usage="%(prog)s [--config FILE.yaml] [--help] [--help_all] [flags of streamgrad and TRL]",
+            **named,
             description=alone and f"Without --model_name_or_path a tiny model is trained, with defaults of its own: {alone}.",
         )
         parser.set_defaults_with_config(**_DEFAULTS.get(objective, {}))
         try:
             # The model's options first: the defaults of TrainingArguments, which checks itself when made, depend on them.
-            first = TrlParser((ModelConfig, _Place), add_help=False)
+            first = TrlParser((ModelConfig, _Place), add_help=False, **named)
             model, place, others = first.parse_args_and_config(list(arguments), return_remaining_strings=True)
             if place.use_cpu:
                 parser.set_defaults_with_config(bf16=False)  # TRL's default, which most CPUs emulate
@@ -269,10 +270,11 @@ def _check_finite(options: dict[str, Any]) -> None:
 
 def _check_steps(training: Any) -> None:
     """Raise for a run without a step, and for intervals at which transformers would silently do nothing."""
-    if training.max_steps <= 0 and training.num_train_epochs <= 0:
+    # With max_steps=0 transformers trains one step, and by epochs only below that.
+    if training.max_steps == 0 or (training.max_steps < 0 and training.num_train_epochs <= 0):
         raise ValueError(
             f"max_steps={training.max_steps} and num_train_epochs={training.num_train_epochs} leave no step to train. Pass "
-            "one of them above 0."
+            "max_steps above 0, or leave it out and pass num_train_epochs above 0."
         )
     for name in ("save_steps", "logging_steps", "eval_steps"):
         steps = getattr(training, name)
@@ -352,6 +354,9 @@ def train(command: Command, *, dataset: Any = None, reward_funcs: list[Any] | No
         f"Pass a directory that save_pretrained wrote, and a dataset of text or messages. {accepted_columns(command.objective)}",
     ):
         trainer = kind(model=model.model_name_or_path, args=training, stream=command.stream, **inputs)
+    if getattr(trainer.train_dataset, "num_rows", 1) == 0:
+        cut = f"max_length={getattr(training, 'max_length', None)}"
+        raise ValueError(f"no example has anything left to train on at {cut}. Pass a larger one.")
     try:
         with _one_line("training failed", "Change the option that it is about.", raised_in=_TRAINER_MODULES):
             trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)

@@ -10,7 +10,7 @@ from typing import Any
 
 import trl.rewards
 
-from streamgrad.hf.presets import check_stored
+from streamgrad.hf.configs import stored_config
 
 
 def rewards(objective: str, script: Any, otherwise: list[Any] | None) -> dict[str, Any]:
@@ -33,8 +33,8 @@ def teacher(objective: str, training: Any, model_options: dict[str, Any]) -> dic
     name = training.teacher_model_name_or_path
     if name is None:
         raise ValueError(f"{objective} needs a teacher. Pass --teacher_model_name_or_path, with the same vocabulary.")
-    check_stored(name)
     own = {"revision": training.teacher_model_revision, "trust_remote_code": training.trust_remote_code}
+    stored_config(name, **own)
     training.teacher_model_init_kwargs = model_options | own | (training.teacher_model_init_kwargs or {})
     return {"teacher_model": name}
 
