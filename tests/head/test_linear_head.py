@@ -91,8 +91,9 @@ def test_no_target_at_all_is_nan_with_zero_gradient_as_in_torch():
     targets[:] = -100
     loss = streamgrad.linear_cross_entropy(hidden, weight, targets)
     assert math.isnan(loss.item()) and math.isnan(F.cross_entropy(F.linear(hidden, weight), targets).item())
-    for gradient in torch.autograd.grad(loss, (hidden, weight)):
-        assert (gradient == 0).all()
+    for upstream in (1.0, math.nan):
+        for gradient in torch.autograd.grad(loss * upstream, (hidden, weight), retain_graph=True):
+            assert (gradient == 0).all()
     assert streamgrad.linear_cross_entropy(hidden, weight, targets, reduction="sum").item() == 0.0
 
 

@@ -89,6 +89,14 @@ def test_no_target_at_all():
         assert not gradient.any()
 
 
+def test_targets_that_are_written_over_before_backward():
+    hidden, weight, targets = torch.randn(5, 3, requires_grad=True), torch.randn(7, 3), torch.arange(5)
+    scores = token_scores(hidden, weight, targets)["log_probs"]
+    targets.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        scores.sum().backward()
+
+
 def test_under_autocast_the_weight_gradient_keeps_its_precision():
     """fp32 weights under bf16 autocast: the product is bf16, the sum over tokens is not rounded to it."""
     hidden, weight, bias, targets = operands(torch.float32, n=999)

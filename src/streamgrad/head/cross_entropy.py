@@ -69,7 +69,7 @@ def linear_cross_entropy(
 
 def mean_of(total: Tensor, count: int) -> Tensor:
     """Return `total / count`; for a count of 0, NaN with zero gradient, as torch's cross entropy does."""
-    return total / count if count else total * 0.0 + float("nan")
+    return total / count if count else total.masked_fill(torch.ones_like(total, dtype=torch.bool), float("nan"))
 
 
 def summed_cross_entropy(

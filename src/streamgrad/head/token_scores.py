@@ -147,7 +147,8 @@ class _TokenScores(torch.autograd.Function):
                 for field, values_N in chunk_scores.items():
                     scores[field][places] = values_N
         ctx.rows, ctx.logit_map, ctx.smoothing = rows, logit_map, smoothing
-        ctx.save_for_backward(hidden_NE, weight_VE, bias_V, lse_N, scores.get("entropy"))
+        # Targets too, so that autograd notices if a program changes its own before backward.
+        ctx.save_for_backward(hidden_NE, weight_VE, bias_V, lse_N, scores.get("entropy"), rows.targets_N)
         ctx.mark_non_differentiable(*(scores[field] for field in FIELDS[2:] if field in scores))
         # An entropy that is only logged gets no gradient, and then costs nothing in backward.
         ctx.set_materialize_grads(False)
@@ -160,7 +161,7 @@ class _TokenScores(torch.autograd.Function):
     def backward(ctx: Any, dlogprobs_N: Tensor | None, dentropy_N: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         if dlogprobs_N is None and dentropy_N is None:
             return (None,) * 7
-        hidden_NE, weight_VE, bias_V, lse_N, entropy_N = ctx.saved_tensors
+        hidden_NE, weight_VE, bias_V, lse_N, entropy_N, _ = ctx.saved_tensors
         if dlogprobs_N is None:
             dlogprobs_N = torch.zeros_like(lse_N)
         head, rows, wants = LinearHead.like(hidden_NE, weight_VE, bias_V, ctx.logit_map), ctx.rows, ctx.needs_input_grad
