@@ -15,11 +15,11 @@ from torch.func import functional_call
 import batches
 import streamgrad
 from families import LAYERS_TAKE_STATES_UP, small_model
-from gradients import assert_same_step, no_float32, run_step
+from gradients import assert_same_step, more, no_float32, run_step
 from lora import with_lora
 from streamgrad.engine.grad_accumulator import GradAccumulators
 from streamgrad.hf.patching import InstalledForward
-from tiny import tiny_model, tokens
+from tiny import FAMILIES, tiny_model, tokens
 
 OPTIONS = {"chunk_size": 7, "head_chunk_size": 5}
 
@@ -118,6 +118,56 @@ def test_a_second_input_of_a_layer_that_changes():
     with torch.no_grad():
         taken[0].add_(1)
     with pytest.raises(RuntimeError, match="an input of Zamba2HybridLayer 1 was modified in place"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_bias_that_balances_experts_changes(in_place):
+    """Tokens would go to other experts than in forward, and the last of a chunk, whose outcome is compared, need not."""
+    model = streamgrad.enable(tiny_model("deepseek_v3"), chunk_size=20)
+    gate, ids = model.model.layers[1].mlp.gate, tokens(1, 40, seed=1)
+    loss = model(input_ids=ids, labels=ids).loss
+    moved = gate.e_score_correction_bias + torch.tensor([0.0, 0.05, 0.0, 0.0])
+    if in_place:
+        gate.e_score_correction_bias.copy_(moved)
+    else:
+        gate.e_score_correction_bias = moved
+    with pytest.raises(RuntimeError, match="a buffer of DeepseekV3DecoderLayer 1 was changed between forward and backward"):
+        loss.backward()
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+@pytest.mark.parametrize("keep", ["input", "attention"])
+@pytest.mark.parametrize(
+    ("family", "batch"),
+    [("mistral", batches.right_padded), ("mistral", batches.packed), pytest.param("lfm2", batches.right_padded, marks=more)],
+)
+def test_a_batch_that_is_written_over_before_backward(keep, family, batch):
+    """As where batches have a place of their own; the stock model has read masks and positions by then."""
+    model = tiny_model(family) if family in FAMILIES else small_model(family)
+
+    def written_over(model, batch):
+        batch = {name: value.bool() if name == "attention_mask" else value for name, value in batch.items()}
+        batch = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+        loss = model(**batch).loss
+        for name in ("attention_mask", "position_ids", "labels"):
+            if name in batch:
+                batch[name].copy_(batch[name].flip(1))
+        return loss
+
+    with no_float32():
+        expected = run_step(copy.deepcopy(model), batch(None))
+        streamgrad.enable(model, **OPTIONS, keep=keep)
+        assert_same_step(run_step(model, batch(None), forward=written_over), expected, 1e-10)
+
+
+@pytest.mark.parametrize("keep", ["input", "attention", "all"])
+def test_a_dense_mask_that_is_written_over_before_backward(keep):
+    model = streamgrad.enable(tiny_model("llama"), **OPTIONS, keep=keep)
+    batch = batches.dense_mask(model)
+    loss = model(**batch).loss
+    batch["attention_mask"].zero_()
+    with pytest.raises(RuntimeError, match="mask was modified in place|modified by an inplace operation"):
         loss.backward()
 
 

@@ -218,14 +218,23 @@ class DenseMask:
     """A user's own (B or 1, H or 1, T, T) mask: boolean, True where the query sees the key, or additive."""
 
     values_BHTT: Tensor
+    version: int | None = field(init=False)
 
     uncut = ()  # as it is causal
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "version", _version_of(self.values_BHTT))
 
     def part(self, start: int, stop: int, batch: int) -> Part:
         return Part(0, stop, masked=True)
 
     def visible(self, start: int, stop: int, first_key: int, device: torch.device) -> Tensor:
         """Return the mask of some queries, with -inf throughout the rows of `blind_BHT`, so that no chunk size matters there."""
+        if _version_of(self.values_BHTT) != self.version:
+            raise RuntimeError(
+                "the 4-D attention mask was modified in place between forward and backward, which reads it again, so gradients "
+                "would be wrong. Call backward before it is changed, or pass a clone."
+            )
         values_BHLS = self.values_BHTT[:, :, start:stop, first_key:stop]
         if self.blind_BHT is not None:
             values_BHLS = values_BHLS.masked_fill(self.blind_BHT[:, :, start:stop, None], float("-inf"))
@@ -278,6 +287,11 @@ class DenseMask:
     def _blocks(self, rows: int) -> Iterator[tuple[int, Tensor]]:
         for start in range(0, self.length, rows):
             yield start, self.values_BHTT[:, :, start : start + rows]
+
+
+def _version_of(tensor: Tensor) -> int | None:
+    """Return how often the tensor has been written to; None in inference mode, which does not count."""
+    return None if tensor.is_inference() else tensor._version
 
 
 def is_visible(mask: Tensor) -> Tensor:

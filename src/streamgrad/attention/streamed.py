@@ -188,7 +188,9 @@ class _StreamedAttention(Function):
         own = chunk.stream.tensors if chunk.is_whole else ()
         # A detached alias, so that a kept tensor does not itself become the output and join this graph.
         out_BHLD = done.out_BHLD.detach()
-        ctx.save_for_backward(query_BHLD, out_BHLD, done.lse_BHL, done.dropped_BHLS, sink_H, *own)
+        # Masks too, so that autograd notices if a program changes its own before backward.
+        masks = [piece.block.mask for piece in pieces if piece.block.mask is not None]
+        ctx.save_for_backward(query_BHLD, out_BHLD, done.lse_BHL, done.dropped_BHLS, sink_H, *own, *masks)
         return chunk.sharing.to_tokens(out_BHLD)
 
     @staticmethod

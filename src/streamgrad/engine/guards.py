@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from streamgrad.engine.module_walk import modules_of, parameters_in
+from streamgrad.engine.module_walk import buffers_in, modules_of, parameters_in
 
 _REMEDY = "Call backward before changing the model, or call streamgrad.disable(model) for such a step."
 
@@ -49,6 +49,7 @@ class RerunGuard:
         modules = modules_of(layer)
         self._held = parameters_in(modules)  # so that no other parameter can have one's id
         self._versions = _versions_of(modules, self._held, adapters)
+        self._buffers = [(buffer, buffer._version) for buffer in buffers_in(modules)]
         self._state = _state_of(modules, adapters)
         self._last_rows: list[Tensor] = []
         self._rows_again: dict[int, Tensor] = {}
@@ -71,6 +72,15 @@ class RerunGuard:
             raise RuntimeError(
                 f"a parameter of {self.name} was modified in place between forward and backward, so gradients would be wrong. "
                 f"{_REMEDY}"
+            )
+        buffers = buffers_in(modules)
+        if len(buffers) != len(self._buffers) or any(
+            now is not then or now._version != version for now, (then, version) in zip(buffers, self._buffers, strict=True)
+        ):
+            raise RuntimeError(
+                f"a buffer of {self.name} was changed between forward and backward (a router's bias that balances experts, "
+                "buffers that DDP broadcasts in every forward), so gradients would be wrong. Change it after backward, pass "
+                "broadcast_buffers=False to DDP, or call streamgrad.disable(model) for such a step."
             )
         known = {id(parameter) for parameter in self.parameters}
         if any(parameter.requires_grad and id(parameter) not in known for parameter in parameters):

@@ -29,10 +29,15 @@ def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     return list(found.values())
 
 
+def buffers_in(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Return the buffers that the modules themselves hold, each once."""
+    found = {id(b): b for module in modules for b in module._buffers.values() if b is not None}
+    return list(found.values())
+
+
 def buffers_of(root: nn.Module) -> list[Tensor]:
     """Return `root.buffers()`."""
-    found = {id(b): b for module in modules_of(root) for b in module._buffers.values() if b is not None}
-    return list(found.values())
+    return buffers_in(modules_of(root))
 
 
 def parameters_of(root: nn.Module) -> list[nn.Parameter]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch
+from torch import Tensor
+
 
 def refuse_what_needs_whole_layers(decoder: Any, arguments: dict[str, Any]) -> None:
     """Raise for attention weights, and for a cache that holds keys already."""
@@ -39,3 +42,16 @@ def drop_cache(arguments: dict[str, Any]) -> None:
         )
     arguments.pop("past_key_values", None)
     arguments["use_cache"] = False
+
+
+def own_token_arguments(arguments: dict[str, Any]) -> None:
+    """Copy positions, padding and documents, which backward reads again: a program may write its next batch there before.
+
+    Token ids are saved by the embedding, where autograd notices; a mask of (T x T) notices by itself.
+    """
+    if not torch.is_grad_enabled():
+        return
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor) and name != "input_ids"}
+    given = {name: value for name, value in tensors.items() if value.ndim < (3 if value.is_floating_point() else 4)}
+    copies = {id(value): value.clone() for value in given.values()}  # one for boundaries that are passed as two arguments
+    arguments.update({name: copies[id(value)] for name, value in given.items()})

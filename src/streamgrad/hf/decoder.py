@@ -34,7 +34,7 @@ from streamgrad.engine.replay import DRAWING
 from streamgrad.engine.segment import Joint
 from streamgrad.engine.shortage import naming_shortage
 from streamgrad.engine.trial import identity
-from streamgrad.hf.call_checks import drop_cache, refuse_what_needs_whole_layers
+from streamgrad.hf.call_checks import drop_cache, own_token_arguments, refuse_what_needs_whole_layers
 from streamgrad.hf.compiled_layers import LayerCompiler
 from streamgrad.hf.deepspeed import is_partitioned
 from streamgrad.hf.discover import (
@@ -115,6 +115,7 @@ def decoder_forward(decoder: Any, stock: Callable[..., Any], stream: DecoderStre
         else Slices.of(decoder, arguments, group, stream.planner, stream.tree)
     )
     drop_cache(sequences.arguments)
+    own_token_arguments(sequences.arguments)
     try:
         with stream.in_use.claimed(name), documents:
             output = _streamed_or_again(decoder, stock, stream, sequences)

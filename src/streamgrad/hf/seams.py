@@ -215,7 +215,7 @@ def stream_mask(
             ids_BT = _closure(leaf)["block_sequence_ids"]
         elif leaf is not causal_mask_function:
             has_other_rule = True
-    padding_BT = attention_mask.bool() if attention_mask is not None else None
+    padding_BT = attention_mask != 0 if attention_mask is not None else None  # a copy: programs reuse theirs before backward
     rule = None if leaves == [causal_mask_function] else mask_function
     blocks = None if ids_BT is None else _blocks(ids_BT, padding_BT, config)
     return CausalMask(rule, padding_BT, window, documents_BT, has_other_rule, batch_size, blocks, q_length)
