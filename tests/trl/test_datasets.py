@@ -137,3 +137,5 @@ def test_values_that_trainers_take():
     ):
         data = Dataset.from_dict(columns)
         assert split_of({"train": data}, "train", objective, None) is data
+    filtered = Dataset.from_dict({"text": ["a", None]}).select([0])
+    assert split_of({"train": filtered}, "train", "sft", None) is filtered

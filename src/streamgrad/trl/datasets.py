@@ -99,7 +99,7 @@ def _unfit(split: Dataset, name: str) -> str:
     """Return what is in the column that a trainer cannot take, or nothing: numbers for text, text for a label, missing values."""
     kind = str(getattr(split.features[name], "dtype", "list"))
     fits = kind.startswith(("bool", "int")) if name == "label" else "string" in kind or kind == "list"
-    missing = split.data.column(name).null_count
+    missing = split.select_columns(name).with_format("arrow")[:][name].null_count  # of the rows that a filter has left
     return (f"{missing} missing value(s)" if missing else "") if fits else f"values of the type {kind}"
 
 
