@@ -320,11 +320,11 @@ def test_a_dataset_without_the_columns(train, tmp_path, model):
 
 def test_errors_of_other_libraries_are_one_line(train, tmp_path, model, monkeypatch):
     """TRL's on data, safetensors' on a torn file, and transformers' on an option."""
-    ints, texts = (named_columns(tmp_path / name, text=column) for name, column in (("a", [5, 6]), ("b", ["c", "d"])))
+    lists, texts = (named_columns(tmp_path / name, text=column) for name, column in (("a", [[5], [6]]), ("b", ["c", "d"])))
     flags = ["sft", "--output_dir", tmp_path / "out", "--bf16", "false", "--report_to", "none", "--max_steps", 1]
     named = [*flags, "--model_name_or_path", model]
     begins = "streamgrad: sft cannot begin with model='{}' and a dataset with the columns text: {}.* Pass a directory that .*"
-    assert re.fullmatch(begins.format(model, "AttributeError: 'int' object"), str(train(*named, "--dataset_name", ints)[0]))
+    assert re.fullmatch(begins.format(model, "AttributeError: 'list' object"), str(train(*named, "--dataset_name", lists)[0]))
     weights = (model / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     assert re.fullmatch(begins.format(model, "SafetensorError: "), str(train(*named, "--dataset_name", texts)[0]))
@@ -334,11 +334,14 @@ def test_errors_of_other_libraries_are_one_line(train, tmp_path, model, monkeypa
 
 def test_errors_of_a_reward_keep_their_traceback(train, tmp_path, monkeypatch):
     """They are about code of the user's, which only the traceback locates."""
-    (tmp_path / "my_rewards.py").write_text("def broken(**_):\n    return {}['score']\n")
+    lines = ["def broken(**_):", "    return {}['score']", "def unread(**_):", "    return int('seven')"]
+    (tmp_path / "my_rewards.py").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["streamgrad", "train", "grpo", "--max_steps", "1", "--reward_funcs", "my_rewards.broken"])
     with pytest.raises(KeyError, match="score"):
         main()
+    code, _, err = train("grpo", "--max_steps", 1, "--reward_funcs", "my_rewards.unread")  # which may also be about an option
+    assert str(code).startswith("streamgrad: invalid literal for int()") and 'my_rewards.py", line 4, in unread' in err
     assert "'os.path' is a module. Pass the path of a function" in str(train("grpo", "--reward_funcs", "os.path")[0])
 
 

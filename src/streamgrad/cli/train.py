@@ -8,6 +8,8 @@ and RLOO as openings whose continuations should have many "e", and for distillat
 from __future__ import annotations
 
 import os
+import sysconfig
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -129,6 +131,10 @@ def run(objective: str, arguments: Sequence[str], console: Console) -> None:
             f"\nstreamgrad: {stop}" if str(stop) else "\nstreamgrad: stopped before the first step", soft_wrap=True, markup=False
         )
         raise typer.Exit(130) from None
+    except (ValueError, OSError) as error:
+        if _passed_own_code(error):
+            traceback.print_exception(error)
+        raise
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     if logged:
         shown = "reward" if "reward" in logged[0] else "loss"
@@ -142,6 +148,12 @@ def run(objective: str, arguments: Sequence[str], console: Console) -> None:
     if peak:
         where = "of tensors on the GPU" if trainer.args.device.type == "cuda" else "of the whole process"
         console.print(f"Peak memory: {peak[-1]:.1f} GiB, {where}", soft_wrap=True)
+
+
+def _passed_own_code(error: Exception) -> bool:
+    """Return whether the error came through code of the user's own, such as a reward: its one line would not say where in it."""
+    installed = (*map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[1]), "<")
+    return not all(frame.f_code.co_filename.startswith(installed) for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def save_embedded_model(path: Path, *, seed: int = 0, spread: float = 0.02) -> None:
