@@ -92,6 +92,18 @@ def test_changes_of_the_model(change):
         loss.backward()
 
 
+@pytest.mark.parametrize("projection", ["q_proj", "k_proj", "v_proj"])
+def test_a_hook_that_is_gone_where_attention_is_kept(projection):
+    """The attention output that was kept is that with the hook, and so is the layer's when it is run again."""
+    model = streamgrad.enable(tiny_model("llama"), **OPTIONS, keep="attention")
+    module = getattr(model.model.layers[1].self_attn, projection)
+    hook = module.register_forward_hook(lambda module, args, out: 1.1 * out)
+    loss = model(**batches.plain(None)).loss
+    hook.remove()
+    with pytest.raises(RuntimeError, match="LlamaDecoderLayer 1 computed something else"):
+        loss.backward()
+
+
 def test_a_frozen_parameter_that_takes_the_place_of_one_that_is_gone():
     """It may have the other's id, and is too much like it for its outcome to tell."""
     model = tiny_model("llama")

@@ -60,6 +60,8 @@ def streamed_attention(
     if sink_H is not None:
         sink_H = chunk.sharing.own_heads(sink_H)
     out_BHLD = _StreamedAttention.apply(chunk, pieces, query_BHLD, key_BGLD, value_BGLD, sink_H)
+    if chunk.kept is not None:
+        chunk.attended_with = [tensor[:, :, -1].detach().clone() for tensor in (query_BHLD, key_BGLD, value_BGLD)]
     return out_BHLD if value_size == size else out_BHLD[..., :value_size]
 
 

@@ -7,6 +7,7 @@ input only, so what it reads through the module is checked here.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -51,12 +52,15 @@ class RerunGuard:
         self._versions = _versions_of(modules, self._held, adapters)
         self._buffers = [(buffer, buffer._version) for buffer in buffers_in(modules)]
         self._state = _state_of(modules, adapters)
-        self._last_rows: list[Tensor] = []
-        self._rows_again: dict[int, Tensor] = {}
+        self._last_rows: list[list[Tensor]] = []
+        self._rows_again: dict[int, list[Tensor]] = {}
 
-    def note(self, out_BLE: Tensor) -> None:
-        """Keep the last token of a chunk's output, which depends on nearly everything that the layer reads."""
-        self._last_rows.append(out_BLE[:, -1].detach().clone())
+    def note(self, out_BLE: Tensor, others: Sequence[Tensor] = ()) -> None:
+        """Keep the last token of a chunk's output, which depends on nearly everything that the layer reads.
+
+        `others` are of the last token too: what the output does not depend on in a re-run, which is given a part of it.
+        """
+        self._last_rows.append([out_BLE[:, -1].detach().clone(), *others])
 
     def check_unchanged(self) -> None:
         """Raise if the layer is not what it was in forward."""
@@ -94,9 +98,9 @@ class RerunGuard:
                 f"dropout, or a hook on an adapter), so gradients would be wrong. {_REMEDY}"
             )
 
-    def note_again(self, index: int, out_BLE: Tensor) -> None:
-        """Keep the last token of the re-run of chunk `index`."""
-        self._rows_again[index] = out_BLE[:, -1].detach().clone()
+    def note_again(self, index: int, out_BLE: Tensor, others: Sequence[Tensor] = ()) -> None:
+        """Keep the last token of the re-run of chunk `index`, as `note` does."""
+        self._rows_again[index] = [out_BLE[:, -1].detach().clone(), *others]
 
     def check_outcome_later(self, *, in_16_bits: bool) -> None:
         """Compare the two when the current backward pass ends, so that no layer waits for the device."""
@@ -106,12 +110,19 @@ class RerunGuard:
 
     def _largest_deviation(self) -> Tensor:
         """Return how far the re-run of any chunk is from what was noted."""
-        again_CN = torch.stack([self._rows_again[index] for index in range(len(self._last_rows))]).flatten(1).float()
-        noted_CN = torch.stack(self._last_rows).flatten(1).float()
-        deviation_C = (again_CN - noted_CN).norm(dim=1) / noted_CN.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+        again = [self._rows_again[index] for index in range(len(self._last_rows))]
         self._rows_again.clear()
-        # A chunk that was not finite in forward is not compared; one that has become so differs.
-        return torch.where(noted_CN.isfinite().all(dim=1), deviation_C.nan_to_num(nan=torch.inf), 0.0).max()
+        # What only one of them has is left out: a re-run may have attended anew.
+        kinds = zip(zip(*self._last_rows, strict=False), zip(*again, strict=False), strict=False)
+        return functools.reduce(torch.maximum, [_deviation(*kind) for kind in kinds])
+
+
+def _deviation(noted: Sequence[Tensor], again: Sequence[Tensor]) -> Tensor:
+    """Return the largest relative difference of the tensors noted for any chunk from those of its re-run."""
+    noted_CN, again_CN = (torch.stack(list(rows)).flatten(1).float() for rows in (noted, again))
+    deviation_C = (again_CN - noted_CN).norm(dim=1) / noted_CN.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+    # A chunk that was not finite in forward is not compared; one that has become so differs.
+    return torch.where(noted_CN.isfinite().all(dim=1), deviation_C.nan_to_num(nan=torch.inf), 0.0).max()
 
 
 def _versions_of(modules: Sequence[nn.Module], parameters: Sequence[Tensor], adapters: AdapterFacts) -> dict[int, int | None]:

@@ -152,7 +152,8 @@ class Chunk:
     by which keys and masks are addressed: where ranks share a sequence, their chunks together are one chunk of it.
     `recorded` holds the layer's other outputs by token, (B, L, ...), such as the logits of a router, and `token_inputs` what
     stands in backward for its inputs by token beside hidden states. `shared_keys` are keys and values, by name, that the layer
-    attends to in place of its own, or leaves for others.
+    attends to in place of its own, or leaves for others. `attended_with` are the last token's query, key and value where the
+    attention output is kept, so that a re-run with others gives the same output.
     """
 
     start: int
@@ -172,6 +173,7 @@ class Chunk:
     recorded: list[Tensor] = field(default_factory=list, repr=False)
     token_inputs: list[Tensor] | None = field(default=None, repr=False)
     shared_keys: MutableMapping[str, Any] | None = field(default=None, repr=False)
+    attended_with: list[Tensor] = field(default_factory=list, repr=False)
     span: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -223,7 +223,7 @@ class _StreamedLayer(torch.autograd.Function):
                 with torch.enable_grad(), ctx.autocast.restored(), ctx.tape.replaying(index):
                     out_BLE = call.run(h_BLE, chunk)
                 chunk.release()
-                guard.note_again(index, out_BLE)
+                guard.note_again(index, out_BLE, chunk.attended_with)
                 if index == len(chunks) - 1:
                     check_leaves(out_BLE, [h_BLE, *accumulators.tensors, *chunk.inputs, *leaves], call.name)
                 # No output is left if the layer does not use its only trainable parameter.
@@ -325,7 +325,7 @@ def _run_chunks(
         if index == 0 and trial is not None:
             trial(h_BTE)
         if guard is not None:
-            guard.note(out_BLE)
+            guard.note(out_BLE, chunk.attended_with)
         if kept is not None:
             kept.note(index, chunk.kept)
         made = [out_BLE, *chunk.recorded]
