@@ -31,7 +31,7 @@ _GENERATION = "_generate_single_turn _generate_and_score_completions _prepare_in
 
 # Private names that src/ uses, by where they are. A file is named for what its code sets at run time.
 PRIVATE = {
-    "torch": "_C _dynamo _functorch _subclasses",
+    "torch": "_C _dynamo _foreach_norm _foreach_sub _functorch _subclasses",
     "torch.Tensor": "_backward_hooks _is_view _make_wrapper_subclass _post_accumulate_grad_hooks _version",
     "torch.UntypedStorage": "_cdata",
     "torch._C": "_AutoDispatchBelowAutograd _autograd _current_graph_task_id _dynamo _functorch _len_torch_function_stack _nn",

@@ -61,7 +61,8 @@ def streamed_attention(
         sink_H = chunk.sharing.own_heads(sink_H)
     out_BHLD = _StreamedAttention.apply(chunk, pieces, query_BHLD, key_BGLD, value_BGLD, sink_H)
     if chunk.kept is not None:
-        chunk.attended_with = [tensor[:, :, -1].detach().clone() for tensor in (query_BHLD, key_BGLD, value_BGLD)]
+        operands = query_BHLD, key_BGLD, value_BGLD
+        chunk.attended_with = [tensor[:, :, -1].detach().to(torch.float32, copy=True) for tensor in operands]
     return out_BHLD if value_size == size else out_BHLD[..., :value_size]
 
 

@@ -7,11 +7,11 @@ input only, so what it reads through the module is checked here.
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -60,7 +60,7 @@ class RerunGuard:
 
         `others` are of the last token too: what the output does not depend on in a re-run, which is given a part of it.
         """
-        self._last_rows.append([out_BLE[:, -1].detach().clone(), *others])
+        self._last_rows.append([_last_of(out_BLE), *others])
 
     def check_unchanged(self) -> None:
         """Raise if the layer is not what it was in forward."""
@@ -100,7 +100,7 @@ class RerunGuard:
 
     def note_again(self, index: int, out_BLE: Tensor, others: Sequence[Tensor] = ()) -> None:
         """Keep the last token of the re-run of chunk `index`, as `note` does."""
-        self._rows_again[index] = [out_BLE[:, -1].detach().clone(), *others]
+        self._rows_again[index] = [_last_of(out_BLE), *others]
 
     def check_outcome_later(self, *, in_16_bits: bool) -> None:
         """Compare the two when the current backward pass ends, so that no layer waits for the device."""
@@ -109,20 +109,20 @@ class RerunGuard:
         _Outcomes.of_this_pass().add(self.name, allowed, self._largest_deviation())
 
     def _largest_deviation(self) -> Tensor:
-        """Return how far the re-run of any chunk is from what was noted."""
-        again = [self._rows_again[index] for index in range(len(self._last_rows))]
-        self._rows_again.clear()
+        """Return how far the re-run of any chunk is from what was noted, by a few launches for all chunks."""
         # What only one of them has is left out: a re-run may have attended anew.
-        kinds = zip(zip(*self._last_rows, strict=False), zip(*again, strict=False), strict=False)
-        return functools.reduce(torch.maximum, [_deviation(*kind) for kind in kinds])
+        chunks = [zip(rows, self._rows_again[index], strict=False) for index, rows in enumerate(self._last_rows)]
+        noted, again = map(list, zip(*chain(*chunks), strict=True))
+        self._rows_again.clear()
+        sizes = torch.stack(torch._foreach_norm(noted))
+        deviations = torch.stack(torch._foreach_norm(torch._foreach_sub(again, noted)))
+        deviations = deviations / sizes.clamp_min(torch.finfo(torch.float32).tiny)
+        # What was not finite in forward is not compared; what has become so differs.
+        return torch.where(sizes.isfinite(), deviations.nan_to_num(nan=torch.inf), 0.0).max()
 
 
-def _deviation(noted: Sequence[Tensor], again: Sequence[Tensor]) -> Tensor:
-    """Return the largest relative difference of the tensors noted for any chunk from those of its re-run."""
-    noted_CN, again_CN = (torch.stack(list(rows)).flatten(1).float() for rows in (noted, again))
-    deviation_C = (again_CN - noted_CN).norm(dim=1) / noted_CN.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
-    # A chunk that was not finite in forward is not compared; one that has become so differs.
-    return torch.where(noted_CN.isfinite().all(dim=1), deviation_C.nan_to_num(nan=torch.inf), 0.0).max()
+def _last_of(out_BLE: Tensor) -> Tensor:
+    return out_BLE[:, -1].detach().to(torch.float32, copy=True)
 
 
 def _versions_of(modules: Sequence[nn.Module], parameters: Sequence[Tensor], adapters: AdapterFacts) -> dict[int, int | None]:
