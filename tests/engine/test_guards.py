@@ -104,6 +104,20 @@ def test_a_hook_that_is_gone_where_attention_is_kept(projection):
         loss.backward()
 
 
+def test_a_hook_on_one_token_that_is_gone():
+    """Later tokens of the layer do not depend on what its MLP gives for this one."""
+
+    def double_second(module, args, out):
+        return torch.cat([out[:, :1], 2.0 * out[:, 1:2], out[:, 2:]], dim=1)
+
+    model = streamgrad.enable(tiny_model("llama"))
+    hook = model.model.layers[1].mlp.register_forward_hook(double_second)
+    loss = model(**batches.plain(None)).loss
+    hook.remove()
+    with pytest.raises(RuntimeError, match="LlamaDecoderLayer 1 computed something else"):
+        loss.backward()
+
+
 def test_a_frozen_parameter_that_takes_the_place_of_one_that_is_gone():
     """It may have the other's id, and is too much like it for its outcome to tell."""
     model = tiny_model("llama")

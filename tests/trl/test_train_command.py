@@ -289,7 +289,7 @@ def test_a_model_that_is_not_one(train, tmp_path):
     flags = ["sft", "--model_name_or_path", folder, "--dataset_name", "none", "--bf16", "false", "--output_dir", tmp_path / "out"]
     assert "has no configuration that transformers can load" in str(train(*flags)[0])
     (folder / "adapter_config.json").touch()
-    assert "It has adapters alone: pass the model that they adapt, or merge them" in str(train(*flags)[0])
+    assert "It has adapters alone: pass the model they adapt, or merge them" in str(train(*flags)[0])
     AutoConfig.for_model("t5").save_pretrained(folder)
     assert "a t5 model is not a causal language model: it is an encoder-decoder" in str(train(*flags)[0])
     (folder / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoConfig": "code.MyConfig"}}')

@@ -56,11 +56,11 @@ class RerunGuard:
         self._rows_again: dict[int, list[Tensor]] = {}
 
     def note(self, out_BLE: Tensor, others: Sequence[Tensor] = ()) -> None:
-        """Keep the last token of a chunk's output, which depends on nearly everything that the layer reads.
+        """Keep the last token of a chunk's output, which depends on nearly everything that the layer reads, and the norm of all.
 
         `others` are of the last token too: what the output does not depend on in a re-run, which is given a part of it.
         """
-        self._last_rows.append([_last_of(out_BLE), *others])
+        self._last_rows.append([*_summary(out_BLE), *others])
 
     def check_unchanged(self) -> None:
         """Raise if the layer is not what it was in forward."""
@@ -99,8 +99,8 @@ class RerunGuard:
             )
 
     def note_again(self, index: int, out_BLE: Tensor, others: Sequence[Tensor] = ()) -> None:
-        """Keep the last token of the re-run of chunk `index`, as `note` does."""
-        self._rows_again[index] = [_last_of(out_BLE), *others]
+        """Keep of the re-run of chunk `index` what `note` keeps."""
+        self._rows_again[index] = [*_summary(out_BLE), *others]
 
     def check_outcome_later(self, *, in_16_bits: bool) -> None:
         """Compare the two when the current backward pass ends, so that no layer waits for the device."""
@@ -121,8 +121,11 @@ class RerunGuard:
         return torch.where(sizes.isfinite(), deviations.nan_to_num(nan=torch.inf), 0.0).max()
 
 
-def _last_of(out_BLE: Tensor) -> Tensor:
-    return out_BLE[:, -1].detach().to(torch.float32, copy=True)
+def _summary(out_BLE: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the last token of a chunk's output, and the norm of all, which tells of what happens to others alone."""
+    out_BLE = out_BLE.detach()
+    norm = out_BLE.norm(dtype=torch.promote_types(out_BLE.dtype, torch.float32))
+    return out_BLE[:, -1].to(torch.float32, copy=True), norm.to(torch.float32)
 
 
 def _versions_of(modules: Sequence[nn.Module], parameters: Sequence[Tensor], adapters: AdapterFacts) -> dict[int, int | None]:

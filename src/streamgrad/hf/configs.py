@@ -89,9 +89,7 @@ def _loaded(load: Callable[..., Any], model: str | os.PathLike[str], **options: 
     except Exception as error:  # any kind: files, connections and the checks of each class fail in their own ways
         reason, hint = short_reason(error), ". Pass a directory whose config.json was written by save_pretrained."
         if os.path.isfile(os.path.join(model, "adapter_config.json")):
-            hint = (
-                ". It has adapters alone: pass the model that they adapt, or merge them into it (merge_and_unload) and save that."
-            )
+            hint = ". It has adapters alone: pass the model they adapt, or merge them into it (merge_and_unload) and save it."
         raise ValueError(
             f"model={str(model)!r} has no configuration that transformers can load: "
             + (reason.rstrip(".") + hint if os.path.exists(model) else reason)

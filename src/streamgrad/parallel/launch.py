@@ -43,11 +43,10 @@ def check_engine(args: Any) -> None:
 
     compared = object.__new__(HfTrainerDeepSpeedConfig)  # made in full, it would be the one that from_pretrained asks for ZeRO-3
     compared.config, compared.mismatches = deepcopy(plugin.deepspeed_config), []
-    compared.trainer_config_process(args)
+    compared.trainer_config_process(args, getattr(args, "auto_find_batch_size", False))
     if compared.mismatches:
         both = "; ".join(each.removeprefix("- ds ").replace(" vs hf ", " there, ") + " here" for each in compared.mismatches)
         raise ValueError(
-            f"DeepSpeed's configuration and the trainer's arguments differ: {both}. Give both the same value: pass the trainer "
-            "that of the configuration, or change the configuration, for which accelerate launch has flags "
-            "(--gradient_accumulation_steps, --gradient_clipping)."
+            f"DeepSpeed's configuration and the trainer's arguments differ: {both}. Give both the same value; accelerate launch "
+            "takes --gradient_accumulation_steps and --gradient_clipping for the configuration."
         )
