@@ -7,7 +7,7 @@ import torch
 
 import batches
 import streamgrad
-from families import small_model
+from families import LAYERS_TAKE_STATES_UP, small_model
 from gradients import assert_same_step, more, no_float32, run_step
 from lora import with_lora
 from tiny import tiny_model, tokens
@@ -139,3 +139,13 @@ def test_the_balance_loss_alone():
             streamgrad.enable(model, chunk_size=7, keep=keep)
             assert_same_step(run_step(model, batch, forward=forward), expected, 1e-10)
             streamgrad.disable(model)
+
+
+@pytest.mark.skipif(not LAYERS_TAKE_STATES_UP, reason="layers of transformers before 5.21 are refused")
+@pytest.mark.parametrize("options", [{"chunk_size": 2}, {"memory_budget": "2GiB"}])
+def test_hidden_states_of_a_module_inside_a_layer_are_refused(options):
+    """Zamba 2 records them there; chunks, trials and measurements of layers would each add theirs."""
+    model, ids = streamgrad.enable(small_model("zamba2"), **options), tokens(1, 7)
+    with pytest.raises(ValueError, match="record hidden_states of a module inside of them"):
+        model(input_ids=ids, labels=ids, output_hidden_states=True)
+    model(input_ids=ids, labels=ids).loss.backward()

@@ -35,7 +35,7 @@ class LayerRun:
 
     def __call__(self, h_BLE: Tensor, chunk: Any) -> Tensor:
         """Return the layer's output for a chunk, which is given what is recorded meanwhile."""
-        if self._recorder.keys:
+        if self._recorder.is_asked:
             with self._recorder.collecting(h_BLE, chunk):
                 out_BLE = self._arguments.run(h_BLE, chunk)
         else:

@@ -31,18 +31,25 @@ class Recorder:
 
     def __init__(self) -> None:
         active = output_capturing._active_collector.get() or {}
+        self.is_asked = bool(active)
         self.keys = [key for key in active if key not in _OF_LAYERS]
+        self._collected = [key for key in active if key != "_hidden_states_layers"]
         self._found: list[tuple[str, int]] = []  # the key of each tensor, and how many dimensions it had
 
     @contextmanager
     def collecting(self, h_BLE: Tensor, chunk: Any) -> Iterator[None]:
         """Give the chunk what is recorded within the block, (B, L, X) each."""
-        collected: dict[str, list[Tensor]] = {key: [] for key in self.keys}
+        collected: dict[str, list[Tensor]] = {key: [] for key in self._collected}
         token = output_capturing._active_collector.set(collected)
         try:
             yield
         finally:
             output_capturing._active_collector.reset(token)
+        if collected.get("hidden_states"):
+            raise SeamError(
+                "its layers record hidden_states of a module inside of them (Zamba 2), which a chunk has of its own tokens only; "
+                "pass output_hidden_states=False"
+            )
         tensors = [(key, tensor) for key in self.keys for tensor in collected[key]]
         self._found = [(key, tensor.ndim) for key, tensor in tensors]
         chunk.recorded = [_by_token(key, tensor, h_BLE) for key, tensor in tensors]
