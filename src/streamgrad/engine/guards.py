@@ -124,7 +124,7 @@ class RerunGuard:
 def _summary(out_BLE: Tensor) -> tuple[Tensor, Tensor]:
     """Return the last token of a chunk's output, and the norm of all, which tells of what happens to others alone."""
     out_BLE = out_BLE.detach()
-    norm = out_BLE.norm(dtype=torch.promote_types(out_BLE.dtype, torch.float32))
+    norm = torch.linalg.vector_norm(out_BLE, dtype=torch.float32 if out_BLE.dtype.itemsize == 2 else None)
     return out_BLE[:, -1].to(torch.float32, copy=True), norm.to(torch.float32)
 
 
