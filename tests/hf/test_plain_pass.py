@@ -293,6 +293,16 @@ def test_cudnn_comes_first_where_it_is_worth_its_plan(is_worth, masked, monkeypa
     assert flops == 2 * 14 * 2 * 4 * 8 * 100**2 / 2  # layers, FLOPs a pair, rows, heads, their size, pairs
 
 
+def test_flash_comes_first_where_it_is_flash_attention_4(monkeypatch):
+    """Which is faster than cuDNN: nothing is counted for a plan."""
+    monkeypatch.setattr(whole_attention, "flash_implementation", lambda: "FA4")
+    monkeypatch.setattr(whole_attention.PRICES, "is_worth", None)
+    model = tiny_model("qwen3")
+    step = WholeStep("manner", 2, 100, torch.device("cuda", 0), masked=False, compiled=False)
+    with whole_attention.fastest_attention(step, model.model, model.model.layers):
+        assert torch._C._get_sdp_priority_order()[0] == int(SDPBackend.FLASH_ATTENTION)
+
+
 @compiling
 def test_a_model_without_a_working_compiler_runs_as_it_is(monkeypatch, graphs):
     def fails(graph, inputs):
