@@ -172,7 +172,7 @@ def measure_family(
     if limit_bytes is not None:
         torch.cuda.set_per_process_memory_fraction(limit_bytes / torch.cuda.get_device_properties(device).total_memory)
     told = {"case": case, "limit_bytes": limit_bytes, "device": device_name(device), "command": command,
-            "versions": versions("transformers", "peft", "bitsandbytes", "liger-kernel", "triton")}  # fmt: skip
+            "versions": versions("transformers", "peft", "bitsandbytes", "flash-linear-attention", "liger-kernel", "triton")}  # fmt: skip
     model, batch = CASES[case](layers, device)
     kind = _inner(model).config.model_type.removesuffix("_text")
     yield from _measured_by([name for name in methods if name != "liger"], model, batch, lengths, runs, device, told)

@@ -291,12 +291,13 @@ def test_recomputed_layers_are_bitwise_equal(offload):
     outcomes = {}
     for count in (1, 2, 3):
         model = tiny_model("llama", dtype=torch.bfloat16, num_hidden_layers=5, **SHAPE).cuda()
-        streamgrad.enable(model, chunk_size=64, keep="input", offload=offload, recompute_layers=count, attention="sdpa")
+        streamgrad.enable(model, chunk_size=64, keep="input", offload=offload, recompute_layers=count, attention="eager")
         for length in (200, 333, 120, 333):
             ids = tokens(2, length, seed=length).cuda()
             model(input_ids=ids, labels=ids).loss.backward()
         torch.cuda.synchronize()
-        outcomes[count] = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        # Not the embeddings: torch's own backward of those is not repeatable.
+        outcomes[count] = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if "embed" not in name}
     for count in (2, 3):
         for name, gradient in outcomes[1].items():
             assert torch.equal(gradient, outcomes[count][name]), (count, name)

@@ -351,6 +351,19 @@ def test_no_token_is_alone_in_a_chunk(length, chunk_size, sizes):
     assert [stop - start for start, stop in call.spans(length)] == sizes
 
 
+@pytest.mark.parametrize(("family", "longest"), [("qwen3_next", 4096), ("granitemoehybrid", 4608), ("lfm2", 4608)])
+def test_a_loop_over_blocks_of_tokens_has_short_chunks(family, longest):
+    """Backward of a loop takes time with the square of the chunk. Mamba 2 and convolutions have none, and run whole."""
+    model = small_model(family).float()
+    streamgrad.enable(model, memory_budget="1TB")
+    chunked = []
+    for rows, length in ((3, 1600), (1, 4608), (1, 4608)):  # the second has fewer tokens than the first, which ran whole
+        ids = tokens(rows, length)
+        model(input_ids=ids, labels=ids).loss.backward()
+        chunked.append(InstalledForward.on(model.get_decoder()).stream.planner.latest.chunk_sizes)
+    assert chunked[0] == (1600, 1600) and chunked[1] == chunked[2] == (longest, longest)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("offload", ["none", "host"])

@@ -59,12 +59,15 @@ class Case:
     enable_after: bool = False
     keep: str = "input"
     fused: bool = False  # as on a GPU in 16 bits
+    device: str = "cpu"
+    offload: str = "auto"
     options: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         chunks = "checkpointing" if self.chunks is None else f"{self.chunks} chunks"
         extra = [f"{self.micro_batches} micro-batches"] * (self.micro_batches > 1) + ["enabled after"] * self.enable_after
         extra += [f"keep {self.keep}"] * (self.keep != "input") + ["fused"] * self.fused
+        extra += [self.device] * (self.device != "cpu") + [f"offload {self.offload}"] * (self.offload != "auto")
         return ", ".join([self.engine, self.method, chunks, *extra, *(f"{key}={value}" for key, value in self.options.items())])
 
 
@@ -108,10 +111,10 @@ def base_of(model: nn.Module) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def batches_of(rank: int, step: int, micro_batches: int) -> list[dict]:
+def batches_of(rank: int, step: int, micro_batches: int, device: str = "cpu") -> list[dict]:
     batches = []
     for index in range(micro_batches):
-        ids = tokens(2, LENGTHS[rank] - index, seed=rank + 10 * step + 100 * index)
+        ids = tokens(2, LENGTHS[rank] - index, seed=rank + 10 * step + 100 * index).to(device)
         batches.append({"input_ids": ids, "labels": ids.clone()})
     return batches
 
@@ -261,7 +264,7 @@ ENGINES: dict[str, type] = {"ddp": Ddp, "fsdp2": Fsdp2, "zero1": Zero, "zero2": 
 
 
 def run_case(case: Case) -> Outcome:
-    model = build(case.method)
+    model = build(case.method).to(case.device)
     if case.method == "lora":
         base_of(model).enable_input_require_grads()  # as trainers do for checkpointing of a model with frozen embeddings
     if case.engine == "zero3":
@@ -269,7 +272,7 @@ def run_case(case: Case) -> Outcome:
 
     def enable() -> None:
         size, compiled = LENGTHS[0] // case.chunks, "on" if case.fused else "auto"
-        streamgrad.enable(model, chunk_size=size, head_chunk_size=3, keep=case.keep, fused_kernels=compiled)
+        streamgrad.enable(model, chunk_size=size, head_chunk_size=3, keep=case.keep, fused_kernels=compiled, offload=case.offload)
 
     if case.chunks is None:
         base_of(model).gradient_checkpointing_enable()
@@ -280,9 +283,10 @@ def run_case(case: Case) -> Outcome:
         enable()
     for step in range(STEPS):
         with Collectives() if step == STEPS - 1 else contextlib.nullcontext() as seen:
-            engine.step(batches_of(dist.get_rank(), step, case.micro_batches))
+            engine.step(batches_of(dist.get_rank(), step, case.micro_batches, case.device))
         unseen = engine.unseen_collectives()
-    return Outcome(engine.parameters(), seen.counts + unseen, (engine.held_parameters(), held_state(engine.optimizer)))
+    parameters = {name: value.cpu() for name, value in engine.parameters().items()}
+    return Outcome(parameters, seen.counts + unseen, (engine.held_parameters(), held_state(engine.optimizer)))
 
 
 def held_state(optimizer: torch.optim.Optimizer) -> int:
@@ -314,7 +318,7 @@ def with_checkpointing(cases: list[Case]) -> list[Case]:
     """Each case after its stock counterpart, without repetition."""
     listed: list[Case] = []
     for case in cases:
-        stock = replace(case, chunks=None, enable_after=False, keep="input", fused=False)
+        stock = replace(case, chunks=None, enable_after=False, keep="input", fused=False, offload="auto")
         listed += [entry for entry in (stock, case) if entry not in listed]
     return listed
 
@@ -347,7 +351,7 @@ def check_cases(subtests: Any, cases: list[Case], *, world_size: int = 2) -> Non
         with subtests.test(f"{case}, bytes"):
             held = [sum(numbers) for numbers in zip(*(outcomes[index].held for outcomes in ranks), strict=True)]
             assert held == pytest.approx(expected_to_be_held(case, references[key].plain, world_size), rel=0.05)
-        stock = cases.index(replace(case, chunks=None, enable_after=False, keep="input", fused=False))
+        stock = cases.index(replace(case, chunks=None, enable_after=False, keep="input", fused=False, offload="auto"))
         for rank, outcomes in enumerate(ranks):
             with subtests.test(f"{case}, rank {rank}"):
                 references[key].check(outcomes[index].parameters)
@@ -358,10 +362,12 @@ def check_cases(subtests: Any, cases: list[Case], *, world_size: int = 2) -> Non
 
 def launch(function: Callable, *args: Any, world_size: int = 2, timeout_s: float = 900.0) -> list[Any]:
     """`function(*args)` in a process group of `world_size` new processes: what each rank returned, or a rank's error."""
+    # A process that has looked for a GPU cannot be forked into one that uses it.
+    method = "spawn" if torch.cuda.is_available() else "forkserver"
     serve_forks()
     with tempfile.TemporaryDirectory() as folder:
         given = (world_size, folder, timeout_s, function, args)
-        processes = mp.start_processes(_worker, given, nprocs=world_size, join=False, start_method="forkserver")
+        processes = mp.start_processes(_worker, given, nprocs=world_size, join=False, start_method=method)
         try:
             deadline = time.monotonic() + timeout_s
             while not processes.join(timeout=max(0.0, deadline - time.monotonic())):  # returns whenever one of them has ended

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -117,12 +118,13 @@ def slice_of(batch: dict[str, Tensor], group: Any) -> dict[str, Tensor]:
     return {name: tensor.chunk(ranks, dim=1)[rank].contiguous() for name, tensor in batch.items()}
 
 
-def run_case(case: Case) -> Outcome:
+def run_case(case: Case, device: str = "cpu") -> Outcome:
     group = dist.group.WORLD
     options = dict(case.options)
     if "budgets" in options:
         options["memory_budget"] = options.pop("budgets")[dist.get_rank(group)]
-    model = streamgrad.enable(case.model(), chunk_size=case.chunk_size, head_chunk_size=3, keep=case.keep, **options)
+    model = case.model().to(device)
+    streamgrad.enable(model, chunk_size=case.chunk_size, head_chunk_size=3, keep=case.keep, **options)
     if case.kind == "flash":
         model.config._attn_implementation = "flash_attention_2"  # as in a model that runs on a GPU
     if case.scored:
@@ -130,7 +132,8 @@ def run_case(case: Case) -> Outcome:
 
         add_streamed_head(model, None)
     sequence_parallel(model, group, ring=case.ring)
-    batch, asked = slice_of(case.batch(), group), {"fused_lm_head": True} if case.scored else {}
+    batch = {name: tensor.to(device) for name, tensor in slice_of(case.batch(), group).items()}
+    asked = {"fused_lm_head": True} if case.scored else {}
     embeds = batch["inputs_embeds"].requires_grad_() if case.kind == "embedded" else None
     with no_float32(), Collectives() as seen:
         loss = sequence_loss(model(**batch, **asked, labels=batch["shift_labels"]).loss, batch["shift_labels"], group)
@@ -146,7 +149,7 @@ def run_case(case: Case) -> Outcome:
         gradients["input"] = torch.cat(parts, dim=1) / dist.get_world_size(group)
     plan = InstalledForward.on(base_of(model).get_decoder()).stream.planner.latest
     return Outcome(
-        Step(loss.detach(), gradients),
+        Step(loss.detach().cpu(), {name: None if gradient is None else gradient.cpu() for name, gradient in gradients.items()}),
         put_into("alltoall", seen, 1 / 2),
         put_into("allgather_base", seen, 1 / (case.ring + 1)),
         put_into("reduce_scatter_base", seen, case.ring / (case.ring + 1)),
@@ -180,6 +183,21 @@ def on_four_ranks(cases: list[Case]) -> dict[str, Any]:
 
 def on_more_ranks(cases: list[Case]) -> dict[str, Any]:
     return {"steps": [run_case(case) for case in cases]}
+
+
+def on_one_gpu(cases: list[Case]) -> dict[str, Any]:
+    """The ranks share a GPU over gloo, which takes its memory for the host's in two collectives of the ring: others stand in."""
+
+    def gather(arrived: Tensor, own: Tensor, *, group: Any, async_op: bool) -> Any:
+        return dist.all_gather(list(arrived.chunk(dist.get_world_size(group))), own, group=group, async_op=async_op)
+
+    def reduce_scatter(own: Tensor, sent: Tensor, *, group: Any, async_op: bool) -> Any:
+        dist.all_reduce(sent, group=group)
+        own.copy_(sent.chunk(dist.get_world_size(group))[dist.get_rank(group)])
+        return mock.Mock()
+
+    with mock.patch.multiple("streamgrad.engine.ring", _all_gather=gather, _reduce_scatter=reduce_scatter):
+        return {"steps": [run_case(case, "cuda" if torch.cuda.is_available() else "cpu") for case in cases]}
 
 
 # --- memory ------------------------------------------------------------------------------------------------------------

@@ -180,7 +180,8 @@ class Planner:
             return
         if known is None or known.tokens < step.tokens:
             facts, more = self._latest_step[0], plan.peak_bytes - self._resident_bytes
-            self._whole[step.manner] = WholePlan(step.tokens, plan, more, facts.layers * facts.costs.attention)
+            costs, layers = facts.costs, facts.layers
+            self._whole[step.manner] = WholePlan(step.tokens, plan, more, layers * costs.attention, costs.longest_chunk)
 
     def keeps_everything(self, step: WholeStep, decoder: nn.Module, layers: int) -> bool:
         """Return whether all layers of a step may keep their graphs, by a plan for as many tokens and the memory there is now."""
@@ -190,7 +191,7 @@ class Planner:
                 self.plan_without_costs(layers, step.rows, step.sequence)
             return True
         known = self._whole.get(step.manner)
-        if known is None or known.tokens < step.tokens:
+        if known is None or known.tokens < step.tokens or known.longest < step.sequence:
             return False
         held, free = device_memory(step.device) if on_cuda else (held_bytes(decoder), float("inf"))
         budget = Budget(min(usable_share() * free, limit or float("inf")), 0.0)

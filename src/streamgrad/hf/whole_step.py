@@ -37,6 +37,7 @@ class WholePlan:
     plan: Plan
     more_bytes: float
     attention_bytes: float  # of the attention output of all layers, a token
+    longest: float  # tokens of a row, beyond which layers are faster in chunks
 
     def more_bytes_for(self, step: WholeStep) -> float:
         """Return the bytes of a step of at most as many tokens."""

@@ -14,6 +14,7 @@ of the device, whose memory waits for it (up to 1.2 GB in the records).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +23,9 @@ from streamgrad.engine.policy import LayerPolicy
 
 # The most earlier keys that a chunk's backward takes in one call, which bounds what kernels allocate for their keys.
 KEYS_AT_ONCE = 32_768
+
+# A layer that makes more tensors a token than this loops over blocks of tokens: 64 to 256 of them, dozens of tensors a block.
+_LOOPED, _LOOPED_TOKENS = 1 / 16, 4096
 
 COMPONENTS = (
     "weights", "optimizer state", "gradients", "kept inputs", "kept attention", "kept graphs", "hidden states",
@@ -53,6 +57,16 @@ class LayerCosts:
     states: float = 0.0  # of a sequence, between two chunks
     weights: float = 0.0  # made on the way, at most at a time: dequantised, cast by autocast, or with an adapter added
     recorded: float = 0.0  # router logits, and probabilities or gradients of them, which stay on the device whatever is kept
+    looped: float = 0.0  # tensors made a token by a layer with states: many, where it loops over blocks of tokens
+
+    @property
+    def longest_chunk(self) -> float:
+        """Return the tokens of a row beyond which chunks only take longer; infinite without a loop over blocks of tokens.
+
+        In backward, every turn of such a loop makes and adds gradients of the whole chunk, so time grows with its square: Qwen3-Next
+        by transformers' own code of the delta rule, all layers kept, 8,192 tokens: 0.5 s, 32,768 in one chunk: 4.8 s.
+        """
+        return _LOOPED_TOKENS if self.looped > _LOOPED else math.inf
 
     def kept(self, policy: LayerPolicy) -> Parts:
         """Return the bytes a token that wait for backward."""

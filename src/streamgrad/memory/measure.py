@@ -43,11 +43,12 @@ def measured_costs(
     tokens = min(wanted, h_BTE.shape[1])
     trial = _Trial(layer, run, mask, backends, sharing, recurrent)
     counted = trial(h_BTE[:, :tokens])
-    states, weights = counted.states, 0.0
+    states, weights, looped = counted.states, 0.0, 0.0
     if tokens > 1 and (tokens == wanted or not recurrent):
         # The difference of two lengths leaves out what does not grow with tokens, such as weights in another precision.
         shorter = trial(h_BTE[:, : tokens // 2])
         weights = counted.constant(shorter, tokens / (tokens - tokens // 2))
+        looped = (len(counted.timeline) - len(shorter.timeline)) / (tokens - tokens // 2) if recurrent else 0.0
         counted = counted.less(shorter)
         tokens -= tokens // 2
     count = h_BTE.shape[0] * tokens
@@ -68,6 +69,7 @@ def measured_costs(
         states=states / h_BTE.shape[0],
         weights=weights,
         recorded=counted.recorded / count,
+        looped=max(0.0, looped),
     )
 
 

@@ -171,7 +171,8 @@ class Budget:
 def choose_plan(step: Step, choices: Choices, budget: Budget) -> tuple[Plan, bool]:
     """Return the fastest plan within the budget and True, or the smallest plan of all and False."""
     tokens, chunk_size = (*LARGE_CHUNKS, *SMALL_CHUNKS), choices.chunk_size
-    descending = [chunk_size] if chunk_size else [regular_chunk(step.shape.rows, step.shape.sequence, n) for n in tokens]
+    longest = int(min(step.shape.sequence, step.costs.longest_chunk))
+    descending = [chunk_size] if chunk_size else [regular_chunk(step.shape.rows, longest, n) for n in tokens]
     # Every layer takes the largest chunks that it has room for; tried here is the size that a layer without room takes.
     worst_sizes = [chunk_size] if chunk_size else list(dict.fromkeys(descending[len(LARGE_CHUNKS) - 1 :]))
 
