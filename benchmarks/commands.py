@@ -109,6 +109,7 @@ def bench_families(
     limit: Annotated[str | None, typer.Option(help="Device memory of the process, such as 24GiB.", show_default="all")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers of the model.", show_default="all")] = None,
     device: Annotated[Device | None, typer.Option(help="Where to run.", show_default="cuda if there is one, else cpu")] = None,
+    warm_ups: Annotated[int, typer.Option(min=1, help="Steps before those that are timed: kernels settle in them.")] = 4,
     runs: Annotated[int, typer.Option(min=1, help="Timed steps after the warm-up; the median counts.")] = 3,
     out: Annotated[Path, ROWS_FILE] = MEASURED / "families.jsonl",
 ) -> None:
@@ -132,7 +133,8 @@ def bench_families(
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}.")
     chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     records = measure_family(
-        case=case, lengths=[int(length) for length in seq_len.split(",")], methods=method or METHODS, layers=layers, runs=runs,
+        case=case, lengths=[int(length) for length in seq_len.split(",")], methods=method or METHODS, layers=layers,
+        runs=runs, warm_ups=warm_ups,
         limit_bytes=None if limit is None else parse_bytes(limit), device=chosen,
         command=typed_command(),
     )  # fmt: skip

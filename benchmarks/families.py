@@ -27,6 +27,7 @@ from streamgrad.hf.configs import preset_config, with_layers
 from streamgrad.hf.patching import InstalledForward
 from streamgrad.memory.live_bytes import peak_bytes_of
 
+_PACKAGES = ("transformers", "peft", "bitsandbytes", "flash-linear-attention", "liger-kernel", "triton")
 METHODS = ("streamgrad", "streamgrad-input", "checkpointing", "liger")
 _PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -162,7 +163,7 @@ CASES: dict[str, Callable[[int | None, torch.device], Case]] = {
 
 def measure_family(
     *, case: str, lengths: Sequence[int], methods: Sequence[str], limit_bytes: int | None, layers: int | None, runs: int,
-    device: torch.device, command: str,
+    warm_ups: int, device: torch.device, command: str,
 ) -> Iterator[FamilyRecord]:  # fmt: skip
     """Yield the records of one case at several lengths by several methods, each as soon as it is measured.
 
@@ -172,26 +173,26 @@ def measure_family(
     if limit_bytes is not None:
         torch.cuda.set_per_process_memory_fraction(limit_bytes / torch.cuda.get_device_properties(device).total_memory)
     told = {"case": case, "limit_bytes": limit_bytes, "device": device_name(device), "command": command,
-            "versions": versions("transformers", "peft", "bitsandbytes", "flash-linear-attention", "liger-kernel", "triton")}  # fmt: skip
+            "versions": versions(*_PACKAGES)}  # fmt: skip
     model, batch = CASES[case](layers, device)
     kind = _inner(model).config.model_type.removesuffix("_text")
-    yield from _measured_by([name for name in methods if name != "liger"], model, batch, lengths, runs, device, told)
+    yield from _measured_by([name for name in methods if name != "liger"], model, batch, lengths, (warm_ups, runs), device, told)
     if "liger" in methods:
         del model, batch
         _free(None, device)
         apply_liger(kind, fused_loss=True)
-        yield from _measured_by(["liger"], *CASES[case](layers, device), lengths, runs, device, told)
+        yield from _measured_by(["liger"], *CASES[case](layers, device), lengths, (warm_ups, runs), device, told)
 
 
 def _measured_by(
-    methods: Sequence[str], model: Any, batch: Callable[[int], dict[str, Any]], lengths: Sequence[int], runs: int,
-    device: torch.device, told: dict[str, Any],
+    methods: Sequence[str], model: Any, batch: Callable[[int], dict[str, Any]], lengths: Sequence[int],
+    repeats: tuple[int, int], device: torch.device, told: dict[str, Any],
 ) -> Iterator[FamilyRecord]:  # fmt: skip
     for tokens in lengths:
         inputs = batch(tokens)
         for method in methods:
             _prepare(method, model)
-            step_ms, peak_bytes, error = _measured(model, inputs, runs, device)
+            step_ms, peak_bytes, error = _measured(model, inputs, repeats, device)
             installed = InstalledForward.on(_inner(model).get_decoder())
             plan = "" if installed is None else str(installed.stream.planner.latest)
             streamgrad.disable(model) if method.startswith("streamgrad") else model.gradient_checkpointing_disable()
@@ -212,18 +213,18 @@ def _prepare(method: str, model: Any) -> None:
 
 
 def _measured(
-    model: nn.Module, inputs: dict[str, Any], runs: int, device: torch.device
+    model: nn.Module, inputs: dict[str, Any], repeats: tuple[int, int], device: torch.device
 ) -> tuple[float | None, int | None, str | None]:
     def step() -> None:
         model.zero_grad(set_to_none=True)
         model(**inputs).loss.backward()
 
     try:
-        for _ in range(4 if device.type == "cuda" else 1):
+        for _ in range(repeats[0]):
             step()  # what libraries set up at their first uses, cuDNN's plans among it, is no part of a step
         peak_bytes = peak_bytes_of(step, device)[1]  # above weights and the gradients of the step before
         held = sum(parameter.nbytes * (1 + parameter.requires_grad) for parameter in model.parameters())
-        return median_ms(step, device, runs), peak_bytes + held, None
+        return median_ms(step, device, repeats[1]), peak_bytes + held, None
     except (RuntimeError, MemoryError) as failure:
         if not is_out_of_memory(failure):
             raise

@@ -351,6 +351,22 @@ def test_no_token_is_alone_in_a_chunk(length, chunk_size, sizes):
     assert [stop - start for start, stop in call.spans(length)] == sizes
 
 
+@pytest.mark.parametrize("batch", [batches.plain, batches.right_padded, batches.left_padded, batches.packed_flat])
+@pytest.mark.parametrize(("family", "part"), [("qwen3_next", "linear_attn"), ("granitemoehybrid", "mamba"), ("lfm2", "conv")])
+def test_graphs_of_chunks_are_kept(family, part, batch):
+    """With everything kept, a layer with states runs in chunks too, each once, and autograd goes from chunk to chunk."""
+    model, calls = small_model(family), []
+    inputs = batch(model)
+    with no_float32():
+        expected = run_step(model, inputs, forward=_documents_alone if batch is batches.packed_flat else None)
+        streamgrad.enable(model, chunk_size=5, keep="all", attention="sdpa")  # by which no step runs plain
+        getattr(model.model.layers[0], part).register_forward_hook(lambda module, args, out: calls.append(1))
+        run_step(model, inputs)  # which tries the layers as well
+        calls.clear()
+        assert_same_step(run_step(model, inputs), expected, 1e-10)
+    assert len(calls) == {batches.packed_flat: 6}.get(batch, 5)
+
+
 @pytest.mark.parametrize(("family", "longest"), [("qwen3_next", 4096), ("granitemoehybrid", 4608), ("lfm2", 4608)])
 def test_a_loop_over_blocks_of_tokens_has_short_chunks(family, longest):
     """Backward of a loop takes time with the square of the chunk. Mamba 2 and convolutions have none, and run whole."""

@@ -90,7 +90,7 @@ class StreamedCall:
             return self._run_forward(h_BTE)
 
     def _run_forward(self, h_BTE: Tensor) -> tuple[Tensor, ...]:
-        if torch.is_grad_enabled() and self.policy.keep == "all" and self.may_run_whole:
+        if torch.is_grad_enabled() and self.policy.keep == "all" and self.may_keep_graph:
             return self._with_ordinary_graph(h_BTE)
         parameters = trainable_parameters(self.layer) if torch.is_grad_enabled() else []
         if not torch.is_grad_enabled() or not (parameters or any(tensor.requires_grad for tensor in (h_BTE, *self.token_inputs))):
@@ -109,8 +109,8 @@ class StreamedCall:
         return out_BTE, *chunk.recorded
 
     @property
-    def may_run_whole(self) -> bool:
-        """Return whether the sequence may be one chunk."""
+    def may_keep_graph(self) -> bool:
+        """Return whether autograd may keep the graph of the whole sequence."""
         return True
 
     @property
@@ -280,6 +280,22 @@ class TokenInputGradients:
         self._leaves = []
 
 
+class BuffersInForward:
+    """The buffers of a layer, none of which its chunks may change or replace."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer, self._buffers = layer, buffers_of(layer)
+        self._versions = [buffer._version for buffer in self._buffers]
+        self._replaced: bool | None = None  # looked at after the first chunk, which does what the others do
+
+    def check(self) -> None:
+        """Raise if a chunk has changed one."""
+        if self._replaced is None:
+            self._replaced = not all(map(operator.is_, buffers_of(self._layer), self._buffers))
+        if self._replaced or [buffer._version for buffer in self._buffers] != self._versions:
+            raise SeamError("its layers change a buffer in forward, which would happen once a chunk and again in backward")
+
+
 @labelled("activations")
 def _forward(
     call: StreamedCall,
@@ -310,8 +326,7 @@ def _run_chunks(
     kept: Saved | None,
 ) -> list[Tensor]:
     outputs_BT: list[Tensor] = []
-    buffers = buffers_of(call.layer)
-    versions = [buffer._version for buffer in buffers]
+    buffers = BuffersInForward(call.layer)
     keep_attention = kept is not None and call.policy.keep == "attention"
     for index, (start, stop) in enumerate(spans_of_chunks):
         chunk = call.chunk((start, stop), stream, keep_attention=keep_attention)
@@ -319,9 +334,7 @@ def _run_chunks(
             out_BLE = call.run(h_BTE[:, start:stop], chunk)
         chunk.check_finished()
         check_leaves(out_BLE, [], call.name)
-        replaced = index == 0 and not all(map(operator.is_, buffers_of(call.layer), buffers))
-        if replaced or [buffer._version for buffer in buffers] != versions:
-            raise SeamError("its layers change a buffer in forward, which would happen once a chunk and again in backward")
+        buffers.check()
         if index == 0 and trial is not None:
             trial(h_BTE)
         if guard is not None:

@@ -11,8 +11,10 @@ of a convolution over tokens, and recurrent states of any shape. It may have att
 
 Packed documents begin with new states. So no chunk has tokens of two documents, and the first chunk of a document is given none.
 
-Known limits: nothing but a layer's input is kept for backward, so `keep="attention"` keeps no more than `"input"` here.
-Neither does `keep="all"` with packed documents.
+With `keep="all"` each chunk's graph is kept, and autograd goes from state to state; a layer that has attention too runs whole.
+
+Known limits: otherwise nothing but a layer's input is kept for backward, so `keep="attention"` keeps no more than `"input"` here.
+Neither does `keep="all"` where a layer has attention too and documents are packed.
 
 Shapes: B batch, T sequence, E model width, C channels, K width of a convolution.
 """
@@ -28,7 +30,7 @@ import torch
 from torch import Tensor
 
 from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, SeamError, StopAfterWrite, spans
-from streamgrad.engine.layer import StreamedCall
+from streamgrad.engine.layer import BuffersInForward, StreamedCall
 from streamgrad.engine.trial import Span, Trial
 
 # Keyed by kind, "conv" or "recurrent", and number: a layer may have several of each.
@@ -39,8 +41,16 @@ _KEYS = ("keys", 0)
 class RecurrentStream(KeyValueStream):
     """States before each chunk, by its first token, and the gradients of the states after the current chunk; keys, if any."""
 
-    def __init__(self, length: int, names: set[tuple[str, int]] | None = None, document_starts: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        length: int,
+        names: set[tuple[str, int]] | None = None,
+        document_starts: Sequence[int] = (),
+        *,
+        in_one_graph: bool = False,
+    ) -> None:
         super().__init__(length)
+        self.in_one_graph = in_one_graph  # whether states lead autograd from chunk to chunk
         self.names = set() if names is None else names  # of all that the layer writes, known once a chunk has run
         self.document_starts = document_starts
         self.before: dict[int, States] = {0: {}}
@@ -114,7 +124,8 @@ class RecurrentChunk(Chunk):
 
     def _hand_on(self) -> None:
         # Cloned: a state may be a slice of a long tensor, which would stay alive.
-        self.stream.before[self.stop] = {name: state.detach().clone() for name, state in self.written.items()}
+        states = {name: state if self.stream.in_one_graph else state.detach() for name, state in self.written.items()}
+        self.stream.before[self.stop] = {name: state.clone() for name, state in states.items()}
         if not self.stop_after_write:  # in forward, which no longer needs the state before the chunk
             self.stream.before.pop(self.start)
 
@@ -149,8 +160,30 @@ class RecurrentCall(StreamedCall):
     document_starts: Sequence[int] = ()  # without the first document's
 
     @property
-    def may_run_whole(self) -> bool:
-        return not self.document_starts
+    def may_keep_graph(self) -> bool:
+        return self.mask is None or not self.document_starts
+
+    def _with_ordinary_graph(self, h_BTE: Tensor) -> tuple[Tensor, ...]:
+        """Run one chunk after the other, from the states after the one before, and let autograd keep the graphs of all."""
+        spans_of_chunks = self.spans(h_BTE.shape[1])
+        if self.mask is not None or len(spans_of_chunks) == 1:
+            return super()._with_ordinary_graph(h_BTE)
+        stream = RecurrentStream(h_BTE.shape[1], self.names, self.document_starts, in_one_graph=True)
+        trial, buffers = self.trial(h_BTE.shape[1]), BuffersInForward(self.layer)
+        made: list[tuple[Tensor, ...]] = []
+        # One node for all slices of a tensor: the gradient of each slice alone would be as long as the whole.
+        cut = [tensor.split([stop - start for start, stop in spans_of_chunks], dim=1) for tensor in (h_BTE, *self.token_inputs)]
+        with self.surroundings():
+            for span, (h_BLE, *token_inputs) in zip(spans_of_chunks, zip(*cut, strict=True), strict=True):
+                chunk = self.chunk(span, stream)
+                chunk.token_inputs = token_inputs
+                out_BLE = self.run(h_BLE, chunk)
+                chunk.check_finished()
+                buffers.check()
+                if not made:
+                    trial(h_BTE.detach())
+                made.append((out_BLE, *chunk.recorded))
+        return tuple(torch.cat(parts, dim=1) for parts in zip(*made, strict=True))
 
     def spans(self, length: int) -> list[tuple[int, int]]:
         """Return spans inside of documents, of two tokens or more, as layers run other code for one, which takes a state up."""
