@@ -58,3 +58,10 @@ def test_flash_is_taken_until_then_and_never_against_the_user(monkeypatch):
     assert choose(candidates, short[0], short[1], short[1], block).name == "flash"
     only = backends_named("cudnn")
     assert choose(only, short[0], short[1], short[1], block).name == "cudnn"
+
+
+def test_a_plan_is_worth_it_for_the_third_step_in_a_row():
+    """As where sequences are packed to one length; in between come steps of other lengths."""
+    prices, flops = PlanPrices(), 1e-3 * PLAN_SECONDS / FLASH_LOSS
+    steps = ["a", "a", "b", "a", "a", "a", "b", "a", "b"]
+    assert [prices.is_worth_in_step((step,), flops) for step in steps] == [False] * 5 + [True, False, True, False]

@@ -203,14 +203,14 @@ def test_bf16_error_is_that_of_plain_bf16(name, kind):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("kind", ["plain", "right", "packed", "window"])
 @pytest.mark.parametrize(
-    ("options", "operator_seconds"),
+    ("options", "graph_seconds"),
     [({}, 0.0), ({"compile_layers": True}, 1.0), ({"compile_layers": True}, 0.0), ({"attention": "fa4"}, 0.0)],
-    ids=["eager", "compiled", "compiled with the operator", "fa4"],
+    ids=["eager", "compiled", "compiled for cuDNN", "fa4"],
 )
-def test_bf16_error_of_plain_steps_is_that_of_plain_bf16(options, operator_seconds, kind, monkeypatch):
+def test_bf16_error_of_plain_steps_is_that_of_plain_bf16(options, graph_seconds, kind, monkeypatch):
     """Steps that keep everything: the first through the engine, then plain ones, by flash and at last by cuDNN."""
     monkeypatch.setattr("streamgrad.attention.backends.cudnn_plans.PLAN_SECONDS", 1e-5)
-    monkeypatch.setattr("streamgrad.hf.whole_attention.OPERATOR_SECONDS", operator_seconds)
+    monkeypatch.setattr("streamgrad.hf.whole_attention.GRAPH_SECONDS", graph_seconds)
     before, shape = flash_implementation(), SHAPE | ({"sliding_window": 200} if kind == "window" else {})
     steps, squares = ("stock", "engine", "plain", "again", "once more"), {}
     for seed in range(4):

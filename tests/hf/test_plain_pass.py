@@ -12,8 +12,10 @@ import batches
 import streamgrad
 from gradients import assert_same_step, more, no_float32, run_step
 from lora import with_lora
+from streamgrad.attention.backends.cudnn_plans import PlanPrices
 from streamgrad.engine.layer import StreamedCall
 from streamgrad.hf import compiled_layers, plain_pass, whole_attention
+from streamgrad.hf.seams import attention_replaced_in
 from streamgrad.hf.whole_step import WholeStep
 from tiny import FAMILIES, tiny_model, tokens
 
@@ -242,47 +244,53 @@ def test_one_graph_serves_all_layers_and_lengths(whose, graphs, streamed):
 
 
 @compiling
-def test_compiled_layers_attend_by_the_operator(graphs, monkeypatch):
-    """As they do on a GPU, by the kernel that is the fastest there."""
-    monkeypatch.setattr(plain_pass, "fastest_attention", lambda step, *parts: whole_attention.attention_by_operator(*parts))
-    monkeypatch.setattr(whole_attention, "_has_kernels", lambda *operands: True)
-    model = tiny_model("qwen3")
-    for kind in ("plain", "right_padded"):  # the latter has a mask
-        batch = batches.KINDS[kind](model)
-        expected = run_step(model, batch)
-        streamgrad.enable(model, keep="all", compile_layers=True)
-        assert_same_step(run_step(model, batch), expected, 1e-6)
-        streamgrad.disable(model)
-    found = ["causal_attention" in graph.print_readable(print_output=False) for graph in graphs]
-    assert found == [True, False]
-    assert model.config._attn_implementation == "sdpa"
-
-
-@compiling
-def test_short_steps_have_a_graph_without_the_operator(graphs, monkeypatch):
-    """The operator's Python code takes longer there than cuDNN gains; either graph is compiled once."""
+def test_compiled_layers_have_a_graph_for_either_kernel(graphs, monkeypatch):
+    """Flash at first, whatever the length, and cuDNN from the third long step in a row of one length on."""
 
     def on_a_gpu(step, *parts):
         return whole_attention.fastest_attention(replace(step, device=torch.device("cuda", 0)), *parts)
 
     monkeypatch.setattr(plain_pass, "fastest_attention", on_a_gpu)
-    monkeypatch.setattr(whole_attention, "_has_kernels", lambda *operands: True)
+    monkeypatch.setattr(whole_attention, "PRICES", PlanPrices())
     a_pair = whole_attention.FLASH_LOSS * 14 * 4 * 8 / 2  # seconds that a pair of a query and a key loses, in 4 heads of 8
-    monkeypatch.setattr(whole_attention, "OPERATOR_SECONDS", a_pair * 30**2)
+    monkeypatch.setattr(whole_attention, "GRAPH_SECONDS", a_pair * 30**2)
     model = tiny_model("qwen3")
-    lengths = (16, 40, 23, 50)
-    expected = [run_step(model, labelled(length)) for length in lengths]
+    lengths = (16, 16, 16, 16, 40, 40, 50, 40, 40, 40, 23, 40)
+    expected = {length: run_step(model, labelled(length)) for length in set(lengths)}
     streamgrad.enable(model, keep="all", compile_layers=True)
-    for length, step in zip(lengths, expected, strict=True):
-        assert_same_step(run_step(model, labelled(length)), step, 1e-6)
-    assert ["causal_attention" in graph.print_readable(print_output=False) for graph in graphs] == [False, True]
+    made = []
+    for length in lengths:
+        assert_same_step(run_step(model, labelled(length)), expected[length], 1e-6)
+        made.append(len(graphs))
+    assert made == [1] * 9 + [2] * 3
+    texts = [graph.print_readable(print_output=False) for graph in graphs]
+    assert [text.index("FLASH_ATTENTION") < text.index("CUDNN_ATTENTION") for text in texts] == [True, False]
+    assert model.config._attn_implementation == "sdpa"
+
+
+@compiling
+@pytest.mark.parametrize("kind", ["plain", "right_padded"])  # the latter has a mask
+@pytest.mark.parametrize("name", ["streamgrad-cudnn", "streamgrad-flash"])
+def test_attention_of_compiled_layers(name, kind, graphs, monkeypatch):
+    def by_name(step, decoder, layers):
+        return attention_replaced_in([decoder.config], name)
+
+    monkeypatch.setattr(plain_pass, "fastest_attention", by_name)
+    model = tiny_model("qwen3")
+    batch = batches.KINDS[kind](model)
+    expected = run_step(model, batch)
+    streamgrad.enable(model, keep="all", compile_layers=True)
+    assert_same_step(run_step(model, batch), expected, 1e-6)
+    assert len(graphs) == 1 and "CUDNN_ATTENTION" in graphs[0].print_readable(print_output=False)
 
 
 @pytest.mark.parametrize(("is_worth", "masked"), [(True, False), (False, False), (True, True)])
 def test_cudnn_comes_first_where_it_is_worth_its_plan(is_worth, masked, monkeypatch):
     """Whatever takes part in the choice is told here, as there is no GPU; kernels are chosen by torch."""
     asked = []
-    monkeypatch.setattr(whole_attention.PRICES, "is_worth", lambda shape, flops: not asked.append((shape, flops)) and is_worth)
+    monkeypatch.setattr(
+        whole_attention.PRICES, "is_worth_in_step", lambda shape, flops: not asked.append((shape, flops)) and is_worth
+    )
     model = tiny_model("qwen3")
     step = WholeStep("manner", 2, 100, torch.device("cuda", 0), masked, compiled=False)
     context = whole_attention.fastest_attention(step, model.model, model.model.layers)
@@ -296,7 +304,7 @@ def test_cudnn_comes_first_where_it_is_worth_its_plan(is_worth, masked, monkeypa
 def test_flash_comes_first_where_it_is_flash_attention_4(monkeypatch):
     """Which is faster than cuDNN: nothing is counted for a plan."""
     monkeypatch.setattr(whole_attention, "flash_implementation", lambda: "FA4")
-    monkeypatch.setattr(whole_attention.PRICES, "is_worth", None)
+    monkeypatch.setattr(whole_attention.PRICES, "is_worth_in_step", None)
     model = tiny_model("qwen3")
     step = WholeStep("manner", 2, 100, torch.device("cuda", 0), masked=False, compiled=False)
     with whole_attention.fastest_attention(step, model.model, model.model.layers):

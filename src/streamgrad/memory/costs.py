@@ -64,7 +64,7 @@ class LayerCosts:
         """Return the tokens of a row beyond which chunks only take longer; infinite without a loop over blocks of tokens.
 
         In backward, every turn of such a loop makes and adds gradients of the whole chunk, so time grows with its square: four
-        layers of Qwen3-Next by transformers' own code of the delta rule take 0.5 s for 8,192 tokens, and 4.8 s for 32,768 at once.
+        layers of Qwen3-Next by transformers' own code of the delta rule take 0.5 s for 8,192 tokens and 4.8 s for 32,768 at once.
         """
         return _LOOPED_TOKENS if self.looped > _LOOPED else math.inf
 

@@ -3,7 +3,8 @@
 cuDNN prepares a plan for every new shape, which takes as long as dozens of calls; FlashAttention needs none and runs at about
 half the speed. Sequences of ever new lengths would pay for plans that are used once. So a shape runs on flash until it has lost
 there the time that a plan costs, and on cuDNN from then on: at most twice the time of the best choice in hindsight. A shape that
-would lose this much within the step that brings it has its plan at once.
+would lose this much within the step that brings it has its plan at once. So has one that comes in three steps in a row, as where
+sequences are packed to one length.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ PLAN_SECONDS = 0.17
 FLASH_LOSS = 1.0 / 310e12 - 1.0 / 560e12
 # A shape's calls in a step: forward and backward of 24 layers, which most models have; kept inputs make a third call.
 CALLS_OF_A_STEP = 48
+STEPS_IN_A_ROW = 3
 SHAPES = 10_000  # remembered; without a limit, ever new lengths would slowly fill the memory
 
 
@@ -26,11 +28,21 @@ class PlanPrices:
 
     def __init__(self) -> None:
         self._lost_seconds: dict[tuple[Any, ...], float] = {}  # in order of last use
+        self._latest_step: tuple[Any, ...] = ()
+        self._in_a_row = 0
 
     def is_worth_a_plan(self, query_BHLD: Tensor, key_BGSD: Tensor, causal: bool) -> bool:
         """Return whether to run the block on cuDNN; if not, count a call on flash. Call it before each forward and backward."""
         shape = (*query_BHLD.shape, *key_BGSD.shape[1:3], query_BHLD.dtype, query_BHLD.device.index, causal)
         return self.is_worth(shape, _flops(query_BHLD, key_BGSD, causal), calls=CALLS_OF_A_STEP)
+
+    def is_worth_in_step(self, shape: tuple[Any, ...], flops: float) -> bool:
+        """Return whether to run a step, all calls of which have one shape, on cuDNN; if not, count it."""
+        self._in_a_row = self._in_a_row + 1 if shape == self._latest_step else 1
+        self._latest_step = shape
+        if self._in_a_row >= STEPS_IN_A_ROW:
+            self._lost_seconds[shape] = PLAN_SECONDS  # from now on there is a plan
+        return self.is_worth(shape, flops)
 
     def is_worth(self, shape: tuple[Any, ...], flops: float, *, calls: int = 1) -> bool:
         """Return whether a shape has lost on flash what a plan costs, or would in so many calls; if not, count a call there."""
