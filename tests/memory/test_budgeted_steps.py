@@ -289,6 +289,17 @@ def test_layers_of_several_kinds_are_all_measured(family):
     assert len(seen) == 3
 
 
+@pytest.mark.parametrize("chunk_size", [24, 96])
+def test_gradients_of_experts_are_counted(chunk_size):
+    """In 16 bits, with all experts trained: beside the sums, which are in float32, a chunk's gradient in 16 bits alone."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 32, "num_experts_per_tok": 2, "vocab_size": 256}
+    model = tiny_model("qwen3_moe", dtype=torch.bfloat16, **sizes)
+    streamgrad.enable(model, keep="input", chunk_size=chunk_size, memory_budget="1TB")
+    counted_step(model, ids := tokens(1, 96))
+    peak, plan = counted_step(model, ids)
+    assert plan.peak_bytes == pytest.approx(peak, rel=0.05)
+
+
 def test_router_logits_are_counted():
     """Those of all layers stay for the balance loss, with their gradients: also when the first steps had none."""
     model = tiny_model("qwen3_moe", dtype=torch.float32, num_experts=24, moe_intermediate_size=4)

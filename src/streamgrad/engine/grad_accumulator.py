@@ -5,7 +5,8 @@ accumulators in place of its trainable parameters. The chunks' gradients are sum
 nothing that watches the real parameters, a user's hook, DDP, FSDP or DeepSpeed, sees more than the one gradient that is returned.
 
 The weight of a linear map, which is nearly all parameters, is summed by the matrix product itself: each chunk's product is added
-to the sum in the product's own precision, and no gradient of the weight's size is made per chunk.
+to the sum in the product's own precision, and no gradient of the weight's size is made per chunk. Weights of many experts in one
+tensor have a gradient per chunk, which is added to the sum as it is, with no copy in the precision of the sum.
 
 Shapes: N tokens, I inputs, O outputs.
 """
@@ -98,11 +99,16 @@ class GradAccumulators:
     def __init__(self, parameters: Sequence[Tensor], *, summed: bool) -> None:
         self.parameters, self.summed = list(parameters), summed
         self.tensors = [stand_in(parameter, summed=summed) for parameter in self.parameters]
+        self._sums = {index: _Sum() for index, leaf in enumerate(self.tensors) if summed and _is_of_many_weights(leaf)}
+        with torch.enable_grad():
+            self._read = [  # by the module
+                _Added.apply(leaf, self._sums[index]) if index in self._sums else leaf for index, leaf in enumerate(self.tensors)
+            ]
 
     @contextmanager
     def installed_in(self, module: nn.Module) -> Iterator[None]:
         """Let `module` and its submodules read the accumulators in place of the parameters within the block."""
-        stand_ins = {id(parameter): tensor for parameter, tensor in zip(self.parameters, self.tensors, strict=True)}
+        stand_ins = {id(parameter): tensor for parameter, tensor in zip(self.parameters, self._read, strict=True)}
         with swapped_parameters(module, stand_ins) as swapped:
             if len(swapped) != len(stand_ins):
                 raise RuntimeError(
@@ -119,13 +125,13 @@ class GradAccumulators:
         """
         self._refuse_hooks()
         return [
-            accumulator.take_gradient() if isinstance(accumulator, GradAccumulator) else accumulator.grad
-            for accumulator in self.tensors
+            accumulator.take_gradient() if isinstance(accumulator, GradAccumulator | _Sum) else accumulator.grad
+            for accumulator in (self._sums.get(index, leaf) for index, leaf in enumerate(self.tensors))
         ]
 
     def _refuse_hooks(self) -> None:
         """Raise if the module has put a hook on an accumulator: it was called once a chunk, with the sum so far."""
-        hooks = [hooks for each in self.tensors for hooks in (each._backward_hooks, each._post_accumulate_grad_hooks)]
+        hooks = [hooks for each in self._read for hooks in (each._backward_hooks, each._post_accumulate_grad_hooks)]
         if self.summed and any(each is not None for each in hooks):  # nor empty, as of one that was removed
             raise RuntimeError(
                 "a module registers a hook on its own parameter while it runs, as tensor parallelism does, and would be called "
@@ -137,6 +143,39 @@ class GradAccumulators:
         """Return the summed gradients in the parameters' own dtype. No sum outlives its conversion."""
         sums = self.take_sums()[::-1]
         return [_converted(sums.pop(), parameter.dtype) for parameter in self.parameters]
+
+
+class _Sum:
+    """The sum of a parameter's gradients."""
+
+    total: Tensor | None = None
+
+    def take_gradient(self) -> Tensor | None:
+        """Return the sum and drop it here, as a graph may still hold it; None if no chunk reached the parameter."""
+        total, self.total = self.total, None
+        return total
+
+
+def _is_of_many_weights(leaf: Tensor) -> bool:
+    """Return whether a leaf is summed in another precision, and too large for a copy of each chunk's gradient in that."""
+    return leaf.dim() > 2 and type(leaf) is Tensor and leaf.dtype is not accumulator_dtype(leaf.dtype)
+
+
+class _Added(Function):
+    """The identity on a parameter, whose gradient is added to a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, into: _Sum) -> Tensor:
+        ctx.into = into
+        return own(parameter.detach())
+
+    @staticmethod
+    @first_order_only
+    @labelled("gradients")
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        into: _Sum = ctx.into
+        into.total = gradient.to(accumulator_dtype(gradient.dtype)) if into.total is None else into.total.add_(gradient)
+        return None, None
 
 
 def _converted(total: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -57,6 +57,7 @@ class LayerCosts:
     states: float = 0.0  # of a sequence, between two chunks
     weights: float = 0.0  # made on the way, at most at a time: dequantised, cast by autocast, or with an adapter added
     recorded: float = 0.0  # router logits, and probabilities or gradients of them, which stay on the device whatever is kept
+    chunk_gradient: float = 0.0  # of experts in one tensor, which each of several chunks makes anew
     looped: float = 0.0  # tensors made a token by a layer with states: many, where it loops over blocks of tokens
 
     @property
@@ -210,7 +211,10 @@ def layer_phases(costs: LayerCosts, shape: Shape, policy: LayerPolicy, chunk_siz
     made = 0.0 if policy.keep == "input" else costs.attention  # part of a chunk's graph that is kept, or has been brought
     sums = costs.gradients if whole else costs.gradient_sums
     phases = {
-        "the widest point": {"chunk activations": chunk * (costs.widest - made), "gradients": sums},
+        "the widest point": {
+            "chunk activations": chunk * (costs.widest - made),
+            "gradients": sums + (0.0 if whole else costs.chunk_gradient),
+        },
         "attention": sum_of(_attention_terms(costs, shape, chunk, made), {"gradients": sums}),
         "the end": {"gradients": sums + (0.0 if whole else costs.largest_gradient)},
     }

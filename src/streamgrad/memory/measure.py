@@ -66,6 +66,7 @@ def measured_costs(
         gradients=sum(parameter.nbytes for parameter in trainable),
         gradient_sums=sum(parameter.numel() * accumulator_dtype(parameter.dtype).itemsize for parameter in trainable),
         largest_gradient=max((parameter.nbytes for parameter in trainable), default=0),
+        chunk_gradient=max((parameter.nbytes for parameter in trainable if parameter.dim() > 2), default=0),
         states=states / h_BTE.shape[0],
         weights=weights,
         recorded=counted.recorded / count,

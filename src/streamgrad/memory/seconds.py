@@ -20,7 +20,7 @@ from streamgrad.memory.phases import Workload
 
 # Seconds to launch the kernels of one chunk of one layer, forward and backward: the least that was seen (docs/performance.md). A
 # layer that keeps everything has one chunk, and does not run it again.
-_CHUNK_LAUNCHES, _KEPT_LAUNCHES = 5.4e-3, 4.4e-3
+_CHUNK_LAUNCHES, _KEPT_LAUNCHES = 5.4e-3, 4.0e-3
 
 
 @dataclass(frozen=True)
