@@ -294,10 +294,11 @@ def test_gradients_of_experts_are_counted(chunk_size):
     """In 16 bits, with all experts trained: beside the sums, which are in float32, a chunk's gradient in 16 bits alone."""
     sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 32, "num_experts_per_tok": 2, "vocab_size": 256}
     model = tiny_model("qwen3_moe", dtype=torch.bfloat16, **sizes)
+    model.set_experts_implementation("grouped_mm")  # as on a GPU; a loop over experts holds more
     streamgrad.enable(model, keep="input", chunk_size=chunk_size, memory_budget="1TB")
     counted_step(model, ids := tokens(1, 96))
     peak, plan = counted_step(model, ids)
-    assert plan.peak_bytes == pytest.approx(peak, rel=0.05)
+    assert 0.97 * peak < plan.peak_bytes < 1.07 * peak
 
 
 def test_router_logits_are_counted():
