@@ -298,7 +298,7 @@ def test_gradients_of_experts_are_counted(chunk_size):
     streamgrad.enable(model, keep="input", chunk_size=chunk_size, memory_budget="1TB")
     counted_step(model, ids := tokens(1, 96))
     peak, plan = counted_step(model, ids)
-    assert 0.97 * peak < plan.peak_bytes < 1.07 * peak
+    assert 0.95 * peak < plan.peak_bytes < 1.07 * peak
 
 
 def test_router_logits_are_counted():
