@@ -20,7 +20,7 @@ PEERS = {
 WHOLE = "all of the card"
 OURS = {"streamgrad": WHOLE, "streamgrad-compile": f"{WHOLE}, compiled"}
 # In README.
-README_LENGTHS = (1_000, 2_000, 6_000, 12_000, 24_000, 36_000, 72_000)
+README_LENGTHS = (1_000, 2_000, 4_000, 6_000, 12_000, 24_000, 36_000, 72_000)
 COMMAND = "step --methods streamgrad,streamgrad-compile,liger,liger-nockpt,hf-compile,hf-compile-nockpt,hf-sac"
 
 
