@@ -26,6 +26,27 @@ def test_gradients_of_many_weights_in_one_tensor_are_summed_in_float32():
         accumulators.take_sums()
 
 
+class _WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        return 2 * hidden
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient, None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_gives_a_parameter_no_gradient_leaves_none(dtype):
+    """Not zeros, by which an optimizer with weight decay would move it."""
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(torch.ones(2, 3, 3, dtype=dtype))
+    accumulators = GradAccumulators([module.weight], summed=True)
+    with accumulators.installed_in(module):
+        _WithoutGradient.apply(torch.ones(3, dtype=dtype, requires_grad=True), module.weight).sum().backward()
+    assert accumulators.take_gradients() == [None]
+
+
 @pytest.mark.parametrize("shape", [(3,), (3, 2)])
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_a_hook_on_a_parameter_that_is_summed_over_chunks_is_refused(shape, register):

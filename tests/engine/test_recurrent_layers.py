@@ -14,6 +14,7 @@ from families import LAYERS_TAKE_STATES_UP, small_model
 from gradients import assert_same_step, more, no_float32, run_step, total_gradient_error
 from lora import with_lora
 from streamgrad.attention.masks import CausalMask
+from streamgrad.engine import recurrent_chunk
 from streamgrad.engine.layer import StreamedCall
 from streamgrad.engine.recurrent_chunk import RecurrentCall, RecurrentChunk
 from streamgrad.engine.saved import SavedOnHost
@@ -351,20 +352,48 @@ def test_no_token_is_alone_in_a_chunk(length, chunk_size, sizes):
     assert [stop - start for start, stop in call.spans(length)] == sizes
 
 
-@pytest.mark.parametrize("batch", [batches.plain, batches.right_padded, batches.left_padded, batches.packed_flat])
+@pytest.mark.parametrize("batch", [batches.plain, batches.right_padded, batches.left_padded])
 @pytest.mark.parametrize(("family", "part"), [("qwen3_next", "linear_attn"), ("granitemoehybrid", "mamba"), ("lfm2", "conv")])
-def test_graphs_of_chunks_are_kept(family, part, batch):
+def test_graphs_of_chunks_are_kept(family, part, batch, monkeypatch):
     """With everything kept, a layer with states runs in chunks too, each once, and autograd goes from chunk to chunk."""
+    monkeypatch.setattr(recurrent_chunk, "KEPT_TOKENS", 1)
     model, calls = small_model(family), []
     inputs = batch(model)
     with no_float32():
-        expected = run_step(model, inputs, forward=_documents_alone if batch is batches.packed_flat else None)
+        expected = run_step(model, inputs)
         streamgrad.enable(model, chunk_size=5, keep="all", attention="sdpa")  # by which no step runs plain
         getattr(model.model.layers[0], part).register_forward_hook(lambda module, args, out: calls.append(1))
         run_step(model, inputs)  # which tries the layers as well
         calls.clear()
         assert_same_step(run_step(model, inputs), expected, 1e-10)
-    assert len(calls) == {batches.packed_flat: 6}.get(batch, 5)
+    assert len(calls) == 5
+
+
+@pytest.mark.parametrize("keep", ["input", "all"])
+def test_a_gradient_that_chunks_change_is_refused(keep, monkeypatch):
+    """As by a hook that clips the gradient of all tokens together: outputs are the same, and so is the loss."""
+    monkeypatch.setattr(recurrent_chunk, "KEPT_TOKENS", 1)
+    model, ids = small_model("qwen3_next"), tokens(1, 23)
+    model.model.layers[0].linear_attn.out_proj.register_full_backward_hook(
+        lambda module, inputs, outputs: tuple(None if gradient is None else gradient / gradient.norm() for gradient in inputs)
+    )
+    streamgrad.enable(model, chunk_size=5, keep=keep, attention="sdpa")
+    with pytest.raises(ValueError, match="Qwen3NextDecoderLayer 0 gives other outputs or gradients"):
+        model(input_ids=ids, labels=ids)
+
+
+def test_a_state_that_is_detached_is_refused():
+    model, ids = small_model("qwen3_next"), tokens(1, 23)
+    torch.nn.init.constant_(model.model.layers[0].linear_attn.A_log, -3.0)  # a state that forgets at once has hardly a gradient
+    write = RecurrentChunk.update_recurrent_state
+    streamgrad.enable(model, chunk_size=5)
+    with (
+        mock.patch.object(
+            RecurrentChunk, "update_recurrent_state", lambda self, state, *args: write(self, state.detach(), *args)
+        ),
+        pytest.raises(ValueError, match="gives other outputs or gradients"),
+    ):
+        model(input_ids=ids, labels=ids)
 
 
 @pytest.mark.parametrize(("family", "longest"), [("qwen3_next", 4096), ("granitemoehybrid", 4608), ("lfm2", 4608)])
@@ -373,11 +402,12 @@ def test_a_loop_over_blocks_of_tokens_has_short_chunks(family, longest):
     model = small_model(family).float()
     streamgrad.enable(model, memory_budget="1TB")
     chunked = []
-    for rows, length in ((3, 1600), (1, 4608), (1, 4608)):  # the second has fewer tokens than the first, which ran whole
+    # The first, in which rows are too short to show a loop, and the second have more tokens than the last, and run whole.
+    for rows, length in ((64, 100), (3, 1600), (1, 4608), (1, 4608)):
         ids = tokens(rows, length)
         model(input_ids=ids, labels=ids).loss.backward()
         chunked.append(InstalledForward.on(model.get_decoder()).stream.planner.latest.chunk_sizes)
-    assert chunked[0] == (1600, 1600) and chunked[1] == chunked[2] == (longest, longest)
+    assert chunked == [(size, size) for size in (100, 1600, longest, longest)]
 
 
 @pytest.mark.gpu

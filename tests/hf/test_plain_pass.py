@@ -270,7 +270,7 @@ def test_compiled_layers_have_a_graph_for_either_kernel(graphs, monkeypatch):
 
 @compiling
 @pytest.mark.parametrize("kind", ["plain", "right_padded"])  # the latter has a mask
-@pytest.mark.parametrize("name", ["streamgrad-cudnn", "streamgrad-flash"])
+@pytest.mark.parametrize("name", ["streamgrad-cudnn", "streamgrad-fa"])
 def test_attention_of_compiled_layers(name, kind, graphs, monkeypatch):
     def by_name(step, decoder, layers):
         return attention_replaced_in([decoder.config], name)

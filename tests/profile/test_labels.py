@@ -70,7 +70,8 @@ class _Labels(LiveBytes, Listener):
 
     def __init__(self) -> None:
         super().__init__()
-        self.labels: dict[int, tuple[str | None, int]] = {}
+        self.labels: list[tuple[str | None, int]] = []
+        self._latest: dict[int, int] = {}  # a storage may have the address of one that is gone
 
     def __enter__(self):
         listen(self)
@@ -83,13 +84,16 @@ class _Labels(LiveBytes, Listener):
     def _born(self, key, size):
         super()._born(key, size)
         if size:
-            self.labels[key] = current_label(), size
+            self._latest[key] = len(self.labels)
+            self.labels.append((current_label(), size))
 
     def relabelled(self, tensor, label):
-        self.labels[tensor.untyped_storage()._cdata] = label, tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()
+        index = self._latest.setdefault(storage._cdata, len(self.labels))
+        self.labels[index : index + 1] = [(label, storage.nbytes())]
 
     def bytes_of(self, label: str | None) -> list[int]:
-        return sorted(size for found, size in self.labels.values() if found == label)
+        return sorted(size for found, size in self.labels if found == label)
 
 
 def test_keys_values_and_their_sums():

@@ -167,14 +167,16 @@ class _Added(Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, into: _Sum) -> Tensor:
         ctx.into = into
+        ctx.set_materialize_grads(False)
         return own(parameter.detach())
 
     @staticmethod
     @first_order_only
     @labelled("gradients")
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None]:
         into: _Sum = ctx.into
-        into.total = gradient.to(accumulator_dtype(gradient.dtype)) if into.total is None else into.total.add_(gradient)
+        if gradient is not None:
+            into.total = gradient.to(accumulator_dtype(gradient.dtype)) if into.total is None else into.total.add_(gradient)
         return None, None
 
 

@@ -12,9 +12,10 @@ of a convolution over tokens, and recurrent states of any shape. It may have att
 Packed documents begin with new states. So no chunk has tokens of two documents, and the first chunk of a document is given none.
 
 With `keep="all"` each chunk's graph is kept, and autograd goes from state to state; a layer that has attention too runs whole.
+Autograd adds the chunks' gradients of a parameter in its own precision, so such chunks are long.
 
 Known limits: otherwise nothing but a layer's input is kept for backward, so `keep="attention"` keeps no more than `"input"` here.
-Neither does `keep="all"` where a layer has attention too and documents are packed.
+Neither does `keep="all"` with packed documents.
 
 Shapes: B batch, T sequence, E model width, C channels, K width of a convolution.
 """
@@ -36,6 +37,8 @@ from streamgrad.engine.trial import Span, Trial
 # Keyed by kind, "conv" or "recurrent", and number: a layer may have several of each.
 States = dict[tuple[str, int], Tensor]
 _KEYS = ("keys", 0)
+# The fewest tokens of a chunk whose graph is kept.
+KEPT_TOKENS = 4096
 
 
 class RecurrentStream(KeyValueStream):
@@ -161,11 +164,11 @@ class RecurrentCall(StreamedCall):
 
     @property
     def may_keep_graph(self) -> bool:
-        return self.mask is None or not self.document_starts
+        return not self.document_starts
 
     def _with_ordinary_graph(self, h_BTE: Tensor) -> tuple[Tensor, ...]:
         """Run one chunk after the other, from the states after the one before, and let autograd keep the graphs of all."""
-        spans_of_chunks = self.spans(h_BTE.shape[1])
+        spans_of_chunks = self._spans_of(h_BTE.shape[1], max(self.chunk_size, KEPT_TOKENS))
         if self.mask is not None or len(spans_of_chunks) == 1:
             return super()._with_ordinary_graph(h_BTE)
         stream = RecurrentStream(h_BTE.shape[1], self.names, self.document_starts, in_one_graph=True)
@@ -186,10 +189,13 @@ class RecurrentCall(StreamedCall):
         return tuple(torch.cat(parts, dim=1) for parts in zip(*made, strict=True))
 
     def spans(self, length: int) -> list[tuple[int, int]]:
+        return self._spans_of(length, self.chunk_size)
+
+    def _spans_of(self, length: int, chunk_size: int) -> list[tuple[int, int]]:
         """Return spans inside of documents, of two tokens or more, as layers run other code for one, which takes a state up."""
         found: list[tuple[int, int]] = []
         for first, last in pairwise([0, *self.document_starts, length]):
-            own = [(first + start, first + stop) for start, stop in spans(last - first, max(2, self.chunk_size))]
+            own = [(first + start, first + stop) for start, stop in spans(last - first, max(2, chunk_size))]
             if len(own) > 1 and own[-1][1] - own[-1][0] == 1:
                 own[-2:] = [(own[-2][0], own[-1][1])]
             found += own
@@ -215,7 +221,7 @@ class RecurrentCall(StreamedCall):
 
     def _run_from_start(self, h_BNE: Tensor, parts: Sequence[Span]) -> Tensor:
         """Run the layer on the parts of one sequence, each from the states after the one before."""
-        outputs, stream = [], RecurrentStream(0)
+        outputs, stream = [], RecurrentStream(0, in_one_graph=True)
         for span in parts:
             chunk = RecurrentChunk(*span, stream=stream, mask=None, backends=[], alone=True)
             outputs.append(self.run(h_BNE[:, slice(*span)], chunk))

@@ -177,8 +177,8 @@ class Trial:
             h_BNE = draw()
         if self.mixes_by_states:
             raise SeamError(
-                f"{self.name} gives other outputs for tokens in chunks than for all at once, so it does not take up the state "
-                "before a chunk (layers of transformers before 5.21 do not)"
+                f"{self.name} gives other outputs or gradients for tokens in chunks than for all at once, so it does not take up "
+                "the state before a chunk (layers of transformers before 5.21 do not), or something else depends on a chunk"
             )
         raise SeamError(
             f"{self.name} gives other outputs or gradients for tokens in chunks than for all at once, so something beside "
@@ -201,11 +201,9 @@ class Trial:
             )
         if not whole_BNE.isfinite().all():
             return None
-        # States take part of the gradient from chunk to chunk.
-        has_gradients = whole_BNE.requires_grad and not self.mixes_by_states
-        inputs = [h_BNE, *_worth_comparing(modules)] if has_gradients else []
+        inputs = [h_BNE, *_worth_comparing(modules)] if whole_BNE.requires_grad else []
         expected = self._gradients(whole_BNE, inputs)
-        if expected and expected[0] is not None:
+        if expected and expected[0] is not None and not self.mixes_by_states:
             self._check_jacobian(h_BNE, whole_BNE, expected[0])
         whole_BNE = whole_BNE.detach()  # whose graph is no longer needed
         parts_BNE = self.run(h_BNE, parts)

@@ -178,7 +178,7 @@ class Planner:
         known, plan = self._whole.get(step.manner), self.latest
         if plan is None or self._latest_step is None or any(policy.keep != "all" for policy in plan.policies):
             return
-        if known is None or known.tokens < step.tokens:
+        if known is None or known.tokens < step.tokens or known.longest < step.sequence:
             facts, more = self._latest_step[0], plan.peak_bytes - self._resident_bytes
             costs, layers = facts.costs, facts.layers
             self._whole[step.manner] = WholePlan(step.tokens, plan, more, layers * costs.attention, costs.longest_chunk)

@@ -26,9 +26,10 @@ from streamgrad.hf.whole_step import WholeStep
 # of 32 heads of 128. In shorter steps the device waits for launches.
 GRAPH_SECONDS = 0.1e-3
 _OTHERS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# Names without "flash", which transformers takes for packages that need other masks.
 _ORDERS = {
     "streamgrad-cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, *_OTHERS],
-    "streamgrad-flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH],
+    "streamgrad-fa": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH],
 }
 
 
@@ -56,7 +57,7 @@ def fastest_attention(step: WholeStep, decoder: Any, layers: Sequence[nn.Module]
     """
     if step.device.type != "cuda":
         return nullcontext()
-    name = "streamgrad-cudnn" if _is_worth_cudnn(step, decoder, len(layers)) else "streamgrad-flash"
+    name = "streamgrad-cudnn" if _is_worth_cudnn(step, decoder, len(layers)) else "streamgrad-fa"
     if step.compiled:
         return attention_replaced_in(attention_configs([decoder, *modules_of(layers[0])]), name)
     return sdpa_kernel(_ORDERS[name], set_priority=True)

@@ -57,7 +57,7 @@ class LayerCosts:
     states: float = 0.0  # of a sequence, between two chunks
     weights: float = 0.0  # made on the way, at most at a time: dequantised, cast by autocast, or with an adapter added
     recorded: float = 0.0  # router logits, and probabilities or gradients of them, which stay on the device whatever is kept
-    chunk_gradient: float = 0.0  # of experts in one tensor, which each of several chunks makes anew
+    chunk_gradients: float = 0.0  # of experts in one tensor, which each of several chunks makes anew
     looped: float = 0.0  # tensors made a token by a layer with states: many, where it loops over blocks of tokens
 
     @property
@@ -190,7 +190,9 @@ def layer_phases(costs: LayerCosts, shape: Shape, policy: LayerPolicy, chunk_siz
     through: Parts = {"hidden states": 2 * tokens * costs.input, "workspace": costs.weights}
     if policy.keep == "all":
         # The graph itself is among what is kept; its gradients are as wide as a chunk's of the whole sequence.
-        parts = sum_of(through, {"gradients": costs.gradients, "workspace": tokens * costs.workspace})
+        # A layer with states has several chunks in one graph.
+        again = costs.chunk_gradients if costs.states and chunk_size < shape.sequence else 0.0
+        parts = sum_of(through, {"gradients": costs.gradients + again, "workspace": tokens * costs.workspace})
         saved = costs.graph - costs.input - shape.ring * costs.keys_and_values
         found = {"the graph": sum_of(parts, {"chunk activations": tokens * max(0.0, costs.widest - saved)})}
         if shape.ring > 1:
@@ -213,7 +215,7 @@ def layer_phases(costs: LayerCosts, shape: Shape, policy: LayerPolicy, chunk_siz
     phases = {
         "the widest point": {
             "chunk activations": chunk * (costs.widest - made),
-            "gradients": sums + (0.0 if whole else costs.chunk_gradient),
+            "gradients": sums + (0.0 if whole else costs.chunk_gradients),
         },
         "attention": sum_of(_attention_terms(costs, shape, chunk, made), {"gradients": sums}),
         "the end": {"gradients": sums + (0.0 if whole else costs.largest_gradient)},

@@ -7,6 +7,7 @@ Shapes: B batch, L tokens, E model width, G key/value heads, S keys, D head size
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -43,7 +44,8 @@ def measured_costs(
     tokens = min(wanted, h_BTE.shape[1])
     trial = _Trial(layer, run, mask, backends, sharing, recurrent)
     counted = trial(h_BTE[:, :tokens])
-    states, weights, looped = counted.states, 0.0, 0.0
+    states, weights = counted.states, 0.0
+    looped = math.inf if recurrent else 0.0  # until enough tokens show it
     if tokens > 1 and (tokens == wanted or not recurrent):
         # The difference of two lengths leaves out what does not grow with tokens, such as weights in another precision.
         shorter = trial(h_BTE[:, : tokens // 2])
@@ -66,7 +68,7 @@ def measured_costs(
         gradients=sum(parameter.nbytes for parameter in trainable),
         gradient_sums=sum(parameter.numel() * accumulator_dtype(parameter.dtype).itemsize for parameter in trainable),
         largest_gradient=max((parameter.nbytes for parameter in trainable), default=0),
-        chunk_gradient=max((parameter.nbytes for parameter in trainable if parameter.dim() > 2), default=0),
+        chunk_gradients=sum(parameter.nbytes for parameter in trainable if parameter.dim() > 2),
         states=states / h_BTE.shape[0],
         weights=weights,
         recorded=counted.recorded / count,
