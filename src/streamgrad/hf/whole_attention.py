@@ -25,10 +25,9 @@ from streamgrad.hf.whole_step import WholeStep
 # What a layer must lose on flash, forward and backward, for another compiled graph to be worth its time: with about 1,500 tokens
 # of 32 heads of 128. In shorter steps the device waits for launches.
 GRAPH_SECONDS = 0.1e-3
-_OTHERS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # Names without "flash", which transformers takes for packages that need other masks.
 _ORDERS = {
-    "streamgrad-cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, *_OTHERS],
+    "streamgrad-cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
     "streamgrad-fa": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH],
 }
 
