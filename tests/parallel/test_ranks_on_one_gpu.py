@@ -33,7 +33,7 @@ RINGS = [
 def test_ranks_that_share_a_sequence(subtests, cases):
     ranks = launch(on_one_gpu, cases)
     for index, case in enumerate(cases):
-        expected = plain_step(case)
+        expected = plain_step(case, "cuda")
         for rank in ranks:
             with subtests.test(str(case)):
                 assert_same_step(rank["steps"][index].step, expected, 1e-9)

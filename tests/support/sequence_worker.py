@@ -86,9 +86,9 @@ class Case:
         return batch | {"shift_labels": nn.functional.pad(labels[:, 1:], (0, 1), value=-100)}
 
 
-def plain_step(case: Case) -> Step:
-    """Stock, one process, the whole sequence."""
-    model, batch = case.model(), case.batch()
+def plain_step(case: Case, device: str = "cpu") -> Step:
+    """Stock, one process, the whole sequence. The step is on the CPU, wherever it ran."""
+    model, batch = case.model().to(device), {name: tensor.to(device) for name, tensor in case.batch().items()}
     if case.kind == "flash":
         del batch["attention_mask"]  # with which SDPA would not look at the positions
     embeds = batch["inputs_embeds"].requires_grad_() if case.kind == "embedded" else None
@@ -96,7 +96,9 @@ def plain_step(case: Case) -> Step:
         loss = model(**batch, labels=batch["shift_labels"], use_cache=False).loss
         loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return Step(loss.detach(), gradients if embeds is None else gradients | {"input": embeds.grad})
+    if embeds is not None:
+        gradients |= {"input": embeds.grad}
+    return Step(loss.detach().cpu(), {name: None if grad is None else grad.cpu() for name, grad in gradients.items()})
 
 
 @dataclass
