@@ -97,22 +97,23 @@ def measure_steps(
         device: the GPU unless given. On a CPU, `peak_bytes` is counted above what the step found.
         session: cells that it has are left out.
     """
-    _check_choices(methods, objective)
+    check_choices(methods, objective)
     built = layers or preset_config(model).num_hidden_layers
-    device = device or _gpu(benchmark)
+    device = device or gpu_for(benchmark)
     shared = {
         "benchmark": benchmark, "model": model, "training": training, "objective": objective, "layers": built,
         "accumulates": accumulates, "command": command, **circumstances(device),
     }  # fmt: skip
     timing = Timing(device, runs, warm_ups, kernels)
     for method in sorted(methods, key=METHODS.index):
-        pending = _pending(shared | {"method": method}, itertools.product(lengths, batches), config, budgets, session)
+        pending = pending_cells(shared | {"method": method}, itertools.product(lengths, batches), config, budgets, session)
         if pending:
             # In a generator of its own: when that ends, its model is gone, and the next method has the device to itself.
             yield from _measure_method(pending, timing, layers=layers, ballast=ballast, session=session)
 
 
-def _gpu(benchmark: str) -> torch.device:
+def gpu_for(benchmark: str) -> torch.device:
+    """Return the GPU, or raise for a benchmark that has none to measure."""
     if not torch.cuda.is_available():
         raise ValueError(f"the {benchmark} benchmark measures a GPU, and torch sees none. Run it on a machine with one.")
     return torch.device("cuda")
@@ -128,7 +129,7 @@ def circumstances(device: torch.device) -> dict[str, Any]:
 Pending = list[tuple[dict[str, Any], StreamConfig]]
 
 
-def _pending(
+def pending_cells(
     shared: dict[str, Any],
     shapes: Iterable[tuple[int, int]],
     config: StreamConfig,
@@ -142,13 +143,14 @@ def _pending(
         used = replace(config, memory_budget=budgets[length]) if budgets else config
         used = replace(used, compile_layers=cell["method"] == "streamgrad-compile")
         if session.has(cell, vars(used) if "streamgrad" in cell["method"] else {}):
-            session.tell(f"{_name(cell)}: measured before")
+            session.tell(f"{cell_name(cell)}: measured before")
         else:
             pending.append((cell, used))
     return pending
 
 
-def _name(cell: dict[str, Any]) -> str:
+def cell_name(cell: dict[str, Any]) -> str:
+    """Return what the user is told of a cell while it is measured."""
     return f"{cell['model']} {cell['method']} at {cell['batch']} x {cell['seq_len']:,}"
 
 
@@ -166,7 +168,7 @@ def _measure_method(
     subject = Subject.build(method, model, training=training, objective=objective, layers=layers, device=timing.device)
     for cell, config in pending:
         batch, length = cell["batch"], cell["seq_len"]
-        session.tell(_name(cell))
+        session.tell(cell_name(cell))
         with subject.enabled(config):
             ids_BT = torch.randint(0, subject.network.config.vocab_size, (batch, length), device=timing.device)
             held_bytes = ballast(subject.network, batch * length) if ballast else 0
@@ -176,7 +178,8 @@ def _measure_method(
         yield record
 
 
-def _check_choices(methods: Sequence[str], objective: str) -> None:
+def check_choices(methods: Sequence[str], objective: str) -> None:
+    """Raise for a method or an objective that there is not, and for methods that cannot be measured in one process."""
     unknown = [method for method in methods if method not in METHODS]
     if unknown:
         raise ValueError(f"methods={unknown[0]!r} is not a choice. Pass some of {', '.join(METHODS)}.")
@@ -207,6 +210,7 @@ def peaks_in(path: Path, *, method: str, model: str, lengths: Sequence[int]) -> 
 
 # The measurements of a step that did not run.
 NOTHING: dict[str, Any] = {"step_ms": None, "peak_bytes": None, "reserved_bytes": None, "kernel_ms": None}
+OUT_OF_MEMORY = NOTHING | {"error": "out of memory"}
 
 
 @dataclass(frozen=True)
@@ -238,7 +242,7 @@ class Timing:
             kernel_ms = _kernel_ms(step) if self.kernels and streams else None
             del ballast
         except torch.OutOfMemoryError:
-            return NOTHING | {"error": "out of memory"}
+            return OUT_OF_MEMORY
         except ValueError as error:
             return NOTHING | {"error": str(error)}
         return {"step_ms": step_ms, "peak_bytes": peak, "reserved_bytes": reserved, "kernel_ms": kernel_ms, "error": None}
