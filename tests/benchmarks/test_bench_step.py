@@ -8,7 +8,6 @@ import subprocess
 import sys
 import weakref
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -140,20 +139,6 @@ def test_cells_that_nobody_reached(options, words):
         lengths.cells(**options)
 
 
-@pytest.fixture
-def tiny_preset(monkeypatch):
-    """A model that a CPU can be measured with."""
-    shape = {
-        "family": "qwen3", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True,
-    }  # fmt: skip
-    monkeypatch.setattr("streamgrad.hf.presets.presets", lambda: {"tiny": shape})
-    return {
-        "model": "tiny", "lengths": [33], "methods": ["streamgrad"], "config": StreamConfig(chunk_size=16, keep="input"),
-        "runs": 1, "warm_ups": 0, "command": "", "device": torch.device("cpu"),
-    }  # fmt: skip
-
-
 def test_steps_of_every_method_and_batch(tiny_preset):
     made = list(step.measure_steps(**tiny_preset | {"methods": ["streamgrad", "mst", "hf"], "batches": [1, 3]}))
     assert [(r.method, r.batch) for r in made] == [(m, batch) for m in ("hf", "mst", "streamgrad") for batch in (1, 3)]
@@ -224,18 +209,6 @@ def test_help_has_an_example():
     result = CliRunner(env={"COLUMNS": "140"}).invoke(app, ["step", "--help"])
     assert result.exit_code == 0
     assert "--methods hf,liger,streamgrad" in result.output
-
-
-@pytest.fixture
-def on_cpu(tiny_preset, monkeypatch):
-    """The command line, whose steps run on a CPU."""
-    for module in (step, lengths):
-        monkeypatch.setattr(module, "measure_steps", partial(step.measure_steps, device=torch.device("cpu")))
-
-    def invoke(command: str):
-        return CliRunner(env={"COLUMNS": "200"}).invoke(app, command.split())
-
-    return invoke
 
 
 def test_batches_from_the_command_line(on_cpu, tmp_path):
