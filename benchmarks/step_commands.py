@@ -40,6 +40,9 @@ def bench_step(
     ] = None,
     kernels: Annotated[bool, typer.Option(help="Profile some more steps of streamgrad's: kernel time by kind.")] = False,
     accumulate: Annotated[bool, typer.Option("--accumulate", help="Add to the gradients of the step before.")] = False,
+    in_turn: Annotated[
+        bool, typer.Option("--in-turn", help="Time a step of each method in turn, with all models on the GPU.")
+    ] = False,
     warm_ups: Annotated[int, typer.Option(min=0, help="Steps before those that are timed: kernels settle in them.")] = 4,
     runs: Annotated[int, typer.Option(min=1, help="Timed steps after the warm-up; the median counts.")] = 3,
     resume: Annotated[bool, typer.Option("--resume", help=RESUME)] = False,
@@ -54,8 +57,11 @@ def bench_step(
     `python -m benchmarks step --seq 9000 --batch 1,2,4,16 --methods hf,mst,liger,streamgrad`
 
     `python -m benchmarks step --model qwen3-8b --seq 64000 --accumulate --methods streamgrad,streamgrad-zero3`
+
+    `python -m benchmarks step --seq 500,1000,2000,4000 --methods hf-compile-nockpt,streamgrad-compile --in-turn --runs 20`
     """
     from benchmarks.cells import run_steps
+    from benchmarks.in_turn import measure_in_turn
     from benchmarks.peers import use_flash
     from benchmarks.step import measure_steps, peaks_in
 
@@ -68,16 +74,22 @@ def bench_step(
         "step", model=model, seq=seq, methods=methods, runs=runs, batch=unless(batch, "1"),
         **{name: unless(value, "auto") for name, value in options.items()},
         memory_budget=memory_budget, accumulate=accumulate, flash=unless(flash, Flash.FA2), kernels=kernels,
-        warm_ups=unless(warm_ups, 4),
+        in_turn=in_turn, warm_ups=unless(warm_ups, 4),
     )  # fmt: skip
     options["chunk_size"] = parse_count("chunk_size", chunk_size, "tokens")
+    if in_turn and memory_budget is not None:
+        raise ValueError(
+            f"--memory-budget {memory_budget} would count the models of all methods, which --in-turn keeps on the GPU. Leave one "
+            "of the two out."
+        )
     if memory_budget == "liger" and batches != [1]:
         raise ValueError(f"--batch {batch} has no budget: --memory-budget liger is of records of one sequence. Leave one out.")
     budgets = peaks_in(out, method="liger", model=model, lengths=lengths) if memory_budget == "liger" else None
     config = StreamConfig(**options, memory_budget=None if budgets else memory_budget)
+    manner = measure_in_turn if in_turn else partial(measure_steps, budgets=budgets)
     measure = partial(
-        measure_steps, model=model, lengths=lengths, methods=chosen, config=config, runs=runs, command=command,
-        batches=batches, kernels=kernels, accumulates=accumulate, warm_ups=warm_ups, budgets=budgets,
+        manner, model=model, lengths=lengths, methods=chosen, config=config, runs=runs, command=command,
+        batches=batches, kernels=kernels, accumulates=accumulate, warm_ups=warm_ups,
     )  # fmt: skip
     run_steps(measure, out, cells=len(chosen) * len(lengths) * len(batches), resume=resume)
 

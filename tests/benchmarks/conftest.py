@@ -8,7 +8,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import lengths, step
+from benchmarks import in_turn, lengths, step
 from benchmarks.commands import app
 from streamgrad.config import StreamConfig
 
@@ -32,6 +32,7 @@ def on_cpu(tiny_preset, monkeypatch):
     """The command line, whose steps run on a CPU."""
     for module in (step, lengths):
         monkeypatch.setattr(module, "measure_steps", partial(step.measure_steps, device=torch.device("cpu")))
+    monkeypatch.setattr(in_turn, "measure_in_turn", partial(in_turn.measure_in_turn, device=torch.device("cpu")))
 
     def invoke(command: str):
         return CliRunner(env={"COLUMNS": "200"}).invoke(app, command.split())
