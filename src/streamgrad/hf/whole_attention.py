@@ -37,6 +37,7 @@ def _attention_by(order: list[SDPBackend]) -> Callable[..., tuple[Tensor, None]]
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
         """Return what `sdpa_attention_forward` does, with kernels tried in this order; a compiler takes it into its graph."""
+        # Not once around the step: AOTAutograd's cache, on disk, knows graphs by their nodes, and would take one for the other.
         with sdpa_kernel(order, set_priority=True):
             found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, mask, **options)
         return found
