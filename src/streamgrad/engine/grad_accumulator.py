@@ -25,6 +25,7 @@ from streamgrad.engine.module_walk import modules_of
 from streamgrad.engine.replay import as_autocast
 from streamgrad.ops.accumulate import accumulator_dtype, add_product_, zeros_for_sum
 from streamgrad.ops.autograd import Function, first_order_only, own
+from streamgrad.ops.deferred import Deferred
 from streamgrad.ops.memory_label import labelled, memory_label
 
 
@@ -52,7 +53,7 @@ class GradAccumulator(Tensor):
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if function is F.linear and len(args) > 1 and isinstance(args[1], GradAccumulator) and args[1].dim() == 2:
-                return _linear(*args, **(kwargs or {}))
+                return linear(*args, **(kwargs or {}))
             return function(*args, **(kwargs or {}))
 
     def for_product(self) -> Tensor:
@@ -198,29 +199,42 @@ def stand_in(parameter: Tensor, *, summed: bool) -> Tensor:
     return leaf
 
 
-def _linear(hidden: Tensor, weight: GradAccumulator, bias: Tensor | None = None) -> Tensor:
-    """Return `F.linear` under the current autocast; the weight's gradient goes into `weight.product_sum`."""
-    device_type = hidden.device.type
+def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, label: Any = None) -> Tensor:
+    """Return `F.linear` under the current autocast, computed where it is read if a `label` is given.
+
+    The gradient of a `GradAccumulator` goes into its `product_sum`.
+    """
+    device_type, accumulator = hidden.device.type, weight if isinstance(weight, GradAccumulator) else None
     if not torch.is_autocast_enabled(device_type):
-        return _product(weight, hidden, weight.weight, bias)
-    operands = as_autocast(hidden), weight.for_product(), None if bias is None else as_autocast(bias)
+        return _product(accumulator, hidden, weight if accumulator is None else accumulator.weight, bias, label)
+    operands = as_autocast(hidden), as_autocast(weight) if accumulator is None else accumulator.for_product()
+    bias = None if bias is None else as_autocast(bias)
     with torch.autocast(device_type, enabled=False):
-        return _product(weight, *operands)
+        return _product(accumulator, *operands, bias, label)
 
 
-def _product(accumulator: GradAccumulator, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _product(accumulator: GradAccumulator | None, hidden: Tensor, weight: Tensor, bias: Tensor | None, label: Any) -> Tensor:
+    if label is not None and not all(each is None or each.dtype is hidden.dtype for each in (weight, bias)):
+        label = None  # torch refuses such a product where it is called
     if torch.is_grad_enabled():
-        return _SummingLinear.apply(accumulator, hidden, weight, bias)
-    return F.linear(hidden, weight, bias)
+        return _Product.apply(accumulator, hidden, weight, bias, label)
+    return F.linear(hidden, weight, bias) if label is None else Deferred.product(hidden, weight, bias, label=label)
 
 
-class _SummingLinear(Function):
-    """Computes `F.linear(hidden, weight, bias)`. The accumulator is an input: it makes a graph where nothing else needs one."""
+class _Product(Function):
+    """Computes `F.linear(hidden, weight, bias)`, or defers it if it is given a label.
+
+    With an accumulator the weight's gradient goes into its sum. It is an input: it makes a graph where nothing else needs one.
+    """
 
     @staticmethod
-    def forward(ctx: Any, accumulator: GradAccumulator, hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, accumulator: GradAccumulator | None, hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None, label: Any
+    ) -> Tensor:
         ctx.accumulator = accumulator
         ctx.save_for_backward(hidden, weight_OI)
+        if label is not None:
+            return Deferred.product(hidden, weight_OI, bias_O, label=label)
         return own(F.linear(hidden, weight_OI, bias_O))
 
     @staticmethod
@@ -228,11 +242,13 @@ class _SummingLinear(Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight_OI = ctx.saved_tensors
         dout_NO, hidden_NI = dout.reshape(-1, dout.shape[-1]), hidden.reshape(-1, hidden.shape[-1])
-        accumulator: GradAccumulator = ctx.accumulator
-        if accumulator.product_sum is None:
-            with memory_label("gradients"):
-                accumulator.product_sum = zeros_for_sum(weight_OI)
-        add_product_(accumulator.product_sum, dout_NO.mT, hidden_NI)
+        accumulator: GradAccumulator | None = ctx.accumulator
+        if accumulator is not None:
+            if accumulator.product_sum is None:
+                with memory_label("gradients"):
+                    accumulator.product_sum = zeros_for_sum(weight_OI)
+            add_product_(accumulator.product_sum, dout_NO.mT, hidden_NI)
         dhidden = dout @ weight_OI if ctx.needs_input_grad[1] else None
+        dweight = dout_NO.mT @ hidden_NI if ctx.needs_input_grad[2] else None
         dbias = dout_NO.sum(dim=0) if ctx.needs_input_grad[3] else None
-        return None, dhidden, None, dbias
+        return None, dhidden, dweight, dbias, None

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from streamgrad.engine.module_walk import buffers_in, modules_of, parameters_in
+from streamgrad.ops.deferred import Deferred, values_of
 
 _REMEDY = "Call backward before changing the model, or call streamgrad.disable(model) for such a step."
 
@@ -42,6 +42,9 @@ class AdapterFacts:
 NO_ADAPTERS = AdapterFacts()
 
 
+_Summary = dict[Hashable, Tensor]  # of a chunk, by what is compared
+
+
 class RerunGuard:
     """Holds what was true of a layer, and what each of its chunks gave, when it ran forward."""
 
@@ -52,15 +55,16 @@ class RerunGuard:
         self._versions = _versions_of(modules, self._held, adapters)
         self._buffers = [(buffer, buffer._version) for buffer in buffers_in(modules)]
         self._state = _state_of(modules, adapters)
-        self._last_rows: list[list[Tensor]] = []
-        self._rows_again: dict[int, list[Tensor]] = {}
+        self._noted: list[_Summary] = []
+        self._noted_again: dict[int, _Summary] = {}
 
     def note(self, out_BLE: Tensor, others: Sequence[Tensor] = ()) -> None:
-        """Keep the last token of a chunk's output, which depends on nearly everything that the layer reads, and the norm of all.
+        """Keep the last token of a chunk's output, which depends on nearly everything that the layer reads, and norms of all.
 
         `others` are of the last token too: what the output does not depend on in a re-run, which is given a part of it.
         """
-        self._last_rows.append([*_summary(out_BLE), *others])
+        terms = _detached(out_BLE.terms()) if isinstance(out_BLE, Deferred) else []
+        self._noted.append(_summary(values_of(out_BLE), terms) | dict(enumerate(others)))
 
     def check_unchanged(self) -> None:
         """Raise if the layer is not what it was in forward."""
@@ -99,8 +103,13 @@ class RerunGuard:
             )
 
     def note_again(self, index: int, out_BLE: Tensor, others: Sequence[Tensor] = ()) -> None:
-        """Keep of the re-run of chunk `index` what `note` keeps."""
-        self._rows_again[index] = [*_summary(out_BLE), *others]
+        """Keep of the re-run of chunk `index` what `note` keeps; of an output that is not computed, what it is made of."""
+        terms = _detached(out_BLE.terms()) if isinstance(out_BLE, Deferred) else []
+        if isinstance(out_BLE, Deferred) and (0, len(terms)) in self._noted[index]:
+            summary = _of_terms(_norms(terms)) | {"last token": out_BLE.last_token().detach().float()}
+        else:
+            summary = _summary(values_of(out_BLE))
+        self._noted_again[index] = summary | dict(enumerate(others))
 
     def check_outcome_later(self, *, in_16_bits: bool) -> None:
         """Compare the two when the current backward pass ends, so that no layer waits for the device."""
@@ -111,9 +120,10 @@ class RerunGuard:
     def _largest_deviation(self) -> Tensor:
         """Return how far the re-run of any chunk is from what was noted, by a few launches for all chunks."""
         # What only one of them has is left out: a re-run may have attended anew.
-        chunks = [zip(rows, self._rows_again[index], strict=False) for index, rows in enumerate(self._last_rows)]
-        noted, again = map(list, zip(*chain(*chunks), strict=True))
-        self._rows_again.clear()
+        chunks = [(noted, self._noted_again[index]) for index, noted in enumerate(self._noted)]
+        pairs = [(noted[part], again[part]) for noted, again in chunks for part in noted.keys() & again.keys()]
+        noted, again = map(list, zip(*pairs, strict=True))
+        self._noted_again.clear()
         sizes = torch.stack(torch._foreach_norm(noted))
         deviations = torch.stack(torch._foreach_norm(torch._foreach_sub(again, noted)))
         deviations = deviations / sizes.clamp_min(torch.finfo(torch.float32).tiny)
@@ -121,11 +131,32 @@ class RerunGuard:
         return torch.where(sizes.isfinite(), deviations.nan_to_num(nan=torch.inf), 0.0).max()
 
 
-def _summary(out_BLE: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the last token of a chunk's output, and the norm of all, which tells of what happens to others alone."""
+def _summary(out_BLE: Tensor, terms: Sequence[Tensor] = ()) -> _Summary:
+    """Return the last token of a chunk's output, and the norms of all of it and of its terms, by one launch for all.
+
+    Norms tell of what happens to other tokens alone.
+    """
     out_BLE = out_BLE.detach()
-    norm = torch.linalg.vector_norm(out_BLE, dtype=torch.float32 if out_BLE.dtype.itemsize == 2 else None)
-    return out_BLE[:, -1].to(torch.float32, copy=True), norm.to(torch.float32)
+    norms = _norms([out_BLE, *terms])
+    summary = {"last token": out_BLE[:, -1].to(torch.float32, copy=True), "all": norms[0]}
+    return summary | _of_terms(norms[1:]) if terms else summary
+
+
+def _detached(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.detach() for tensor in tensors]
+
+
+def _of_terms(norms: Sequence[Tensor]) -> _Summary:
+    """Return norms by the number of a term, and of how many, so that a sum of others is not compared with it."""
+    return {(number, len(norms)): norm for number, norm in enumerate(norms)}
+
+
+def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
+    """Return norms in fp32, summed in no less."""
+    if tensors[0].dtype.itemsize == 2:
+        return torch._foreach_norm(tensors, dtype=torch.float32)
+    norms = torch._foreach_norm(tensors)
+    return norms if norms[0].dtype is torch.float32 else [norm.float() for norm in norms]
 
 
 def _versions_of(modules: Sequence[nn.Module], parameters: Sequence[Tensor], adapters: AdapterFacts) -> dict[int, int | None]:

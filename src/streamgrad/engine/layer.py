@@ -38,7 +38,9 @@ from streamgrad.engine.segment import Recomputed
 from streamgrad.engine.shortage import naming_shortage
 from streamgrad.engine.trial import Span, Trial
 from streamgrad.engine.ulysses import ALONE, SequenceSharing
+from streamgrad.engine.unread import UnreadProducts
 from streamgrad.ops.autograd import first_order_only
+from streamgrad.ops.deferred import forget, values_of
 from streamgrad.ops.memory_label import labelled, memory_label
 
 
@@ -126,6 +128,9 @@ class StreamedCall:
     def spans(self, length: int) -> list[tuple[int, int]]:
         return spans(length, self.chunk_size, self.uncut)
 
+    def tokens_at_once(self, h_shape: torch.Size) -> int:
+        return h_shape[0] * min(h_shape[1], self.chunk_size)
+
     def restored(self, length: int) -> list[int]:
         """Return which chunks are run up to their keys or states before backward, where these were not kept.
 
@@ -212,7 +217,9 @@ class _StreamedLayer(torch.autograd.Function):
         accumulators = GradAccumulators(ctx.parameters, summed=len(chunks) > 1)
         dh_BTE: Tensor | None = None
         token_inputs = TokenInputGradients(call.token_inputs, ctx.needs_input_grad[2:])
-        with call.in_use.claimed(call.name), accumulators.installed_in(call.layer), call.surroundings():
+        unread = UnreadProducts(call.layer, call.tokens_at_once(ctx.h_shape), ctx.autocast.device_type)
+        deferred = unread.deferred_again()
+        with call.in_use.claimed(call.name), accumulators.installed_in(call.layer), call.surroundings(), deferred:
             with ctx.autocast.restored():
                 stream = _restore_stream(call, ctx.tape, reader, ctx.h_shape[1])
             for index, (start, stop) in reversed(chunks):
@@ -223,7 +230,10 @@ class _StreamedLayer(torch.autograd.Function):
                 with torch.enable_grad(), ctx.autocast.restored(), ctx.tape.replaying(index):
                     out_BLE = call.run(h_BLE, chunk)
                 chunk.release()
+                if index == len(chunks) - 1:
+                    unread.learn(out_BLE)
                 guard.note_again(index, out_BLE, chunk.attended_with)
+                forget(out_BLE)
                 if index == len(chunks) - 1:
                     check_leaves(out_BLE, [h_BLE, *accumulators.tensors, *chunk.inputs, *leaves], call.name)
                 # No output is left if the layer does not use its only trainable parameter.
@@ -310,7 +320,8 @@ def _forward(
     """
     stream, spans_of_chunks = call.new_stream(h_BTE.shape[1]), call.spans(h_BTE.shape[1])
     trial = call.trial(h_BTE.shape[1]) if len(spans_of_chunks) > 1 else None
-    with call.surroundings():
+    unread = UnreadProducts(call.layer, call.tokens_at_once(h_BTE.shape), h_BTE.device.type)
+    with call.surroundings(), unread.deferred_in_forward() if guard is not None else nullcontext():
         # Detached, else chunks would require a gradient, and hooks on submodules would see that.
         return _run_chunks(call, h_BTE.detach(), spans_of_chunks, stream, trial, drawing, guard, kept), stream
 
@@ -339,6 +350,7 @@ def _run_chunks(
             trial(h_BTE)
         if guard is not None:
             guard.note(out_BLE, chunk.attended_with)
+            out_BLE = values_of(out_BLE)
         if kept is not None:
             kept.note(index, chunk.kept)
         made = [out_BLE, *chunk.recorded]

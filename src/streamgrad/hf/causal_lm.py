@@ -26,6 +26,7 @@ from streamgrad.engine.in_use import InUse
 from streamgrad.engine.kv_chunk import SeamError, UnknownSeamAttribute
 from streamgrad.engine.module_walk import modules_of, parameters_by_depth
 from streamgrad.engine.shortage import ShortOfMemory
+from streamgrad.engine.temporary import temporary_attribute
 from streamgrad.head.cross_entropy import mean_of, summed_cross_entropy
 from streamgrad.head.linear_head import LogitMap
 from streamgrad.head.module_head import summed_module_cross_entropy
@@ -42,7 +43,6 @@ from streamgrad.hf.patching import (
     not_compiled,
     own_forward,
     signature_of,
-    temporary_attribute,
     warn_once,
 )
 from streamgrad.hf.sequence_slices import shared_sequence_group, with_whole_mask

@@ -20,7 +20,7 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._functorch import config as functorch_config
 
-from streamgrad.hf.patching import temporary_attributes
+from streamgrad.engine.temporary import temporary_attributes
 
 logger = logging.getLogger("streamgrad")
 

@@ -33,6 +33,7 @@ from streamgrad.engine.recurrent_chunk import RecurrentCall
 from streamgrad.engine.replay import DRAWING
 from streamgrad.engine.segment import Joint
 from streamgrad.engine.shortage import naming_shortage
+from streamgrad.engine.temporary import temporary_attributes
 from streamgrad.engine.trial import identity
 from streamgrad.hf.call_checks import drop_cache, own_token_arguments, refuse_what_needs_whole_layers
 from streamgrad.hf.compiled_layers import LayerCompiler
@@ -58,7 +59,6 @@ from streamgrad.hf.patching import (
     not_compiled,
     own_forward,
     signature_of,
-    temporary_attributes,
 )
 from streamgrad.hf.peft import PEFT_ADAPTERS
 from streamgrad.hf.plain_pass import attention_of, plain_layers, whole_step

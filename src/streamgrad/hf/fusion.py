@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _module
 from transformers import activations
 
-from streamgrad.hf.patching import temporary_attributes
+from streamgrad.engine.temporary import temporary_attributes
+from streamgrad.engine.unread import nobody_watches
 from streamgrad.ops.fused import Norm, gated, rms_norm, rotary
-
-# torch's own at import time, to compare with: a program may replace them later.
-_LINEAR = nn.Linear, nn.Linear.forward, nn.Module.__call__
 
 
 class Fusion:
@@ -249,7 +247,7 @@ def _fused_mlp(
     def forward(x: Tensor) -> Tensor:
         if not wants(x):
             return stock(x)
-        consumed = _nobody_watches(module.gate_proj) and _nobody_watches(module.up_proj)
+        consumed = nobody_watches(module.gate_proj) and nobody_watches(module.up_proj)
         return module.down_proj(gated(module.gate_proj(x), module.up_proj(x), activation, consumed=consumed))
 
     return forward
@@ -262,17 +260,9 @@ def _fused_joint_mlp(
         if not wants(x):
             return stock(x)
         gate, up = module.gate_up_proj(x).chunk(2, dim=-1)
-        return module.down_proj(gated(gate, up, activation, consumed=_nobody_watches(module.gate_up_proj)))
+        return module.down_proj(gated(gate, up, activation, consumed=nobody_watches(module.gate_up_proj)))
 
     return forward
-
-
-def _nobody_watches(module: nn.Module) -> bool:
-    """Return whether only the caller gets a linear map's output: it is torch's own, and no hook or function mode sees it."""
-    hooks = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks or _module._global_forward_hooks
-    watched = hooks or torch._C._len_torch_function_stack()
-    as_torch_has_it = (type(module), nn.Linear.forward, nn.Module.__call__) == _LINEAR and "forward" not in module.__dict__
-    return as_torch_has_it and not watched
 
 
 def _activation_of(module: nn.Module) -> str | None:

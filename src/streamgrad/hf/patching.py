@@ -8,17 +8,17 @@ import inspect
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
+from streamgrad.engine.temporary import temporary_attributes
 from streamgrad.ops.autograd import refuse_transforms
 
-_ABSENT = object()
 _WARNED: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()  # kinds of warnings a module has had
 
 
@@ -163,24 +163,6 @@ def _positional_names(signature: inspect.Signature) -> list[str]:
     return [name for name, p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
-@contextmanager
-def temporary_attributes(settings: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Set instance attributes `(object, name, value)` within the block, then restore them or remove those that were new."""
-    previous = []
-    try:
-        for owner, name, value in settings:
-            attributes = owner.__dict__
-            previous.append((attributes, name, attributes.get(name, _ABSENT)))
-            attributes[name] = value
-        yield
-    finally:
-        for attributes, name, value in reversed(previous):
-            if value is _ABSENT:
-                attributes.pop(name, None)  # code inside the block may have removed it
-            else:
-                attributes[name] = value
-
-
 def not_checkpointed(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
     """Let transformers checkpoint none of `modules` within the block.
 
@@ -189,8 +171,3 @@ def not_checkpointed(modules: Iterable[nn.Module]) -> AbstractContextManager[Non
     name = "gradient_checkpointing"
     found = [module for module in modules if module.__dict__.get(name)]
     return temporary_attributes((module, "gradient_checkpointing", False) for module in found)
-
-
-def temporary_attribute(owner: Any, name: str, value: Any) -> AbstractContextManager[None]:
-    """Set one instance attribute within the block, as `temporary_attributes` does."""
-    return temporary_attributes([(owner, name, value)])

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from streamgrad.hf.patching import temporary_attributes
+from streamgrad.engine.temporary import temporary_attributes
 
 # Set where the processor has instructions for it: in eval mode, a forward pass without a graph then packs the weights in a form
 # that has no backward.

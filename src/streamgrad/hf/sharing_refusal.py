@@ -24,10 +24,11 @@ from streamgrad.attention.trees import Tree
 from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.module_walk import modules_of
 from streamgrad.engine.replay import DRAWING, Autocast, RandomTape
+from streamgrad.engine.temporary import temporary_attribute, temporary_attributes
 from streamgrad.engine.trial import identity
 from streamgrad.hf.deepspeed import ulysses_group
 from streamgrad.hf.discover import decoder_layers, follows_length, has_recurrent_layers
-from streamgrad.hf.patching import InstalledForward, signature_of, temporary_attribute, temporary_attributes
+from streamgrad.hf.patching import InstalledForward, signature_of
 from streamgrad.hf.sequence_slices import WHOLE, sequence_group
 
 _SHARED, _OWN, _ROWS, _PADDING, _MOVED = 8, 8, 3, 3, 5

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from streamgrad.config import StreamConfig
 from streamgrad.engine.host_offload import HostStore
 from streamgrad.engine.module_walk import modules_of
+from streamgrad.engine.temporary import temporary_attribute
 from streamgrad.engine.ulysses import SequenceSharing
 from streamgrad.hf.discover import decoder_layers
 from streamgrad.hf.in_backward import updates_of
-from streamgrad.hf.patching import InstalledForward, temporary_attribute
+from streamgrad.hf.patching import InstalledForward
 from streamgrad.hf.quantized import bytes_of
 from streamgrad.hf.sharded import bytes_on_their_way, own_bytes, waits_on_host, whole_gradient_bytes
 from streamgrad.memory.costs import KEYS_AT_ONCE, LayerCosts

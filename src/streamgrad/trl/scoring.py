@@ -24,12 +24,13 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from streamgrad.api import enable
 from streamgrad.config import StreamConfig
+from streamgrad.engine.temporary import temporary_attribute
 from streamgrad.head.linear_head import LogitMap
 from streamgrad.head.token_scores import token_scores
 from streamgrad.hf.causal_lm import HeadStream, causal_lm_forward, check_labels, refuse_backward_hooks
 from streamgrad.hf.discover import unwrap
 from streamgrad.hf.passage import Passage
-from streamgrad.hf.patching import InstalledForward, named_arguments, temporary_attribute, warn_once
+from streamgrad.hf.patching import InstalledForward, named_arguments, warn_once
 from streamgrad.hf.sequence_slices import with_whole_mask
 from streamgrad.hf.sharded import device_at_work
 from streamgrad.hf.shared_prefixes import SharedBatch, has_gaps, share_prefixes

@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 from trl.trainer.utils import FusedCausalLMOutput
 
+from streamgrad.engine.temporary import temporary_attributes
 from streamgrad.hf.deepspeed import ulysses_group
 from streamgrad.hf.discover import unwrap
-from streamgrad.hf.patching import InstalledForward, temporary_attributes
+from streamgrad.hf.patching import InstalledForward
 from streamgrad.hf.sequence_slices import SequenceGroup
 from streamgrad.parallel import whole_sequence
 

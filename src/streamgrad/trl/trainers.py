@@ -18,9 +18,10 @@ import torch
 from trl import DistillationTrainer, DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 
 from streamgrad.config import StreamConfig
+from streamgrad.engine.temporary import temporary_attribute
 from streamgrad.hf.discover import unwrap
 from streamgrad.hf.in_backward import optimizer_in_backward
-from streamgrad.hf.patching import InstalledForward, temporary_attribute
+from streamgrad.hf.patching import InstalledForward
 from streamgrad.hf.status import note_optimizer, peak_bytes_so_far, show_messages
 from streamgrad.parallel import failures_told
 from streamgrad.parallel.launch import check_engine

@@ -1,0 +1,131 @@
+"""A tensor whose values are computed when something reads them, and not before.
+
+    Deferred.product(hidden, weight, bias)  ==  F.linear(hidden, weight, bias)
+    residual + Deferred                     ==  a Deferred of the sum
+
+A sum of equal shapes stays deferred. Every other operation has the values computed first, once, so a program gets what it would
+have got without. Autograd takes a Deferred for the tensor that it stands for: the graph is there, whether or not the values are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
+
+
+class Deferred(Tensor):
+    """A product, or a sum that has one in it, which is computed where it is read."""
+
+    _operands: tuple[Tensor, ...]  # hidden, weight and perhaps bias of a product, or two terms; none once it is computed
+    _versions: list[int]  # of the operands
+    _label: Any  # of a product; None for a sum
+    _computed: Tensor | None
+
+    @staticmethod
+    def __new__(cls, operands: tuple[Tensor, ...], shape: torch.Size, label: Any = None) -> Deferred:
+        like = operands[0]
+        deferred: Deferred = Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+        deferred._operands, deferred._label, deferred._computed = operands, label, None
+        deferred._versions = [operand._version for operand in operands]
+        return deferred
+
+    def __init__(self, operands: tuple[Tensor, ...], shape: torch.Size, label: Any = None) -> None:
+        """Do nothing: `__new__` has done it."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def product(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, *, label: Any) -> Deferred:
+        """Return `F.linear(hidden, weight, bias)`, whose operands have one dtype; `label` tells it from other products."""
+        operands = (hidden, weight) if bias is None else (hidden, weight, bias)
+        return cls(operands, torch.Size((*hidden.shape[:-1], weight.shape[0])), label)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch.ops.aten.add.Tensor and not kwargs:
+            left, right = map(_computed, args)
+            if _may_stay_deferred(left, right):
+                return cls((left, right), left.shape)
+        result = function(*tree_map_only(Deferred, cls.values, args), **tree_map_only(Deferred, cls.values, kwargs or {}))
+        # What was changed in place is still the tensor that the program knows.
+        changed = (arg for arg in args if isinstance(arg, Deferred) and arg._computed is result)
+        return next(changed, result)
+
+    def values(self) -> Tensor:
+        """Return the tensor itself, computed by now."""
+        if self._computed is None:
+            self._check_operands()
+            with torch.no_grad():
+                if self._label is None:
+                    self._computed = torch.add(*map(values_of, self._operands))
+                else:
+                    self._computed = F.linear(*self._operands)
+            self._operands = ()
+        return self._computed
+
+    def last_token(self) -> Tensor:
+        """Return `self[:, -1]` of (B, L, ...), without computing more than that."""
+        if self._computed is not None:
+            return self._computed[:, -1]
+        self._check_operands()
+        if self._label is not None:
+            return F.linear(self._operands[0][:, -1], *self._operands[1:])
+        left, right = (each.last_token() if isinstance(each, Deferred) else each[:, -1] for each in self._operands)
+        return left + right
+
+    def terms(self) -> list[Tensor]:
+        """Return what it will be computed from, without weights: inputs of products, and tensors that are added."""
+        if self._computed is not None:
+            return [self._computed]
+        if self._label is not None:
+            return [self._operands[0]]
+        return [term for each in self._operands for term in (each.terms() if isinstance(each, Deferred) else [each])]
+
+    def labels(self) -> list[Any]:
+        """Return the labels of the products in it that have not been computed."""
+        if self._label is not None and self._computed is None:
+            return [self._label]
+        return [label for each in self._operands if isinstance(each, Deferred) for label in each.labels()]
+
+    def _check_operands(self) -> None:
+        """Raise if an operand is no longer what it was when the operation was called."""
+        if not self._operands:
+            raise RuntimeError("the output of a layer's re-run is read after the re-run. Copy what you need of it in forward.")
+        if [operand._version for operand in self._operands] != self._versions:
+            raise RuntimeError(
+                "an operand of a layer's last product or sum was changed in place before its result was read, so that result "
+                "cannot be computed any more. Change a copy of it, or call streamgrad.disable(model)."
+            )
+
+
+def values_of(tensor: Tensor) -> Tensor:
+    """Return the tensor with its values computed, if they were deferred."""
+    return tensor.values() if isinstance(tensor, Deferred) else tensor
+
+
+def forget(tensor: Tensor) -> None:
+    """Drop what a deferred tensor would be computed from, as nothing will read it; its graph stays."""
+    if isinstance(tensor, Deferred):
+        operands, tensor._operands, tensor._computed = tensor._operands, (), None
+        for operand in operands:
+            forget(operand)
+
+
+def _computed(tensor: Any) -> Any:
+    """Return the values of what is computed by now, and everything else as it is."""
+    return tensor if type(tensor) is not Deferred or tensor._computed is None else tensor._computed
+
+
+def _may_stay_deferred(left: Any, right: Any) -> bool:
+    """Return whether a sum is of two tensors that are alike, one of them deferred."""
+    for each, other in ((left, right), (right, left)):
+        if type(each) is Deferred:
+            plain = type(other) is Deferred or (type(other) is Tensor and other.is_contiguous())
+            return bool(plain and left.shape == right.shape and left.dtype == right.dtype and left.device == right.device)
+    return False

@@ -1,0 +1,193 @@
+"""Backward leaves out the products that nothing reads, and gradients and refusals are as with them.
+
+All of this is about a layer's second step and later ones: its first re-run finds out which products these are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import batches
+import streamgrad
+from gradients import assert_same_step, no_float32, run_step
+from lora import with_lora
+from streamgrad.engine import unread
+from streamgrad.memory.live_bytes import LiveBytes
+from tiny import FAMILIES, tiny_model, tokens
+
+DOWN = (40, 24)  # the shape of `down_proj` as torch multiplies by it
+
+
+class Products(TorchDispatchMode):
+    """Counts the products of several tokens with a weight, by its shape. A guard's of one token are not counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[tuple[int, ...]] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) and args[-2].shape[0] > 1:
+            self.counts[tuple(args[-1].shape)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def later_step(model, *, warm_ups: int = 2) -> tuple[Counter, Counter]:
+    """The products of a forward and of a backward pass after some steps."""
+    ids = tokens(1, 21)
+    for _ in range(warm_ups):
+        model(input_ids=ids, labels=ids).loss.backward()
+    with Products() as forward:
+        loss = model(input_ids=ids, labels=ids).loss
+    with Products() as backward:
+        loss.backward()
+    return forward.counts, backward.counts
+
+
+def steps_without_and_with(monkeypatch, family, **options):
+    """The products of a later step in which none is deferred, and of one in which some are."""
+    steps = []
+    for fewest in (10**9, 0):
+        monkeypatch.setitem(unread._FEWEST_TOKENS, "cpu", fewest)
+        steps.append(later_step(streamgrad.enable(tiny_model(family), head_chunk_size=5, **options)))
+    return steps
+
+
+@pytest.mark.parametrize("chunk_size", [7, 21])
+@pytest.mark.parametrize("keep", ["input", "attention"])
+def test_the_last_product_of_a_layer_is_not_run_again(keep, chunk_size, monkeypatch):
+    without, deferred = steps_without_and_with(monkeypatch, "llama", chunk_size=chunk_size, keep=keep)
+    assert deferred[0] == without[0]  # forward
+    assert without[1] - deferred[1] == {DOWN: 2 * 21 // chunk_size}  # one a chunk, of two layers
+    assert not deferred[1] - without[1]
+
+
+@pytest.mark.parametrize(("family", "left_out"), [("qwen3", 1), ("phi3", 1), ("gemma2", 0), ("olmo2", 0), ("granite", 0)])
+def test_a_product_that_is_read_is_computed(family, left_out, monkeypatch):
+    """Gemma and Olmo normalise it, Granite scales it."""
+    without, deferred = steps_without_and_with(monkeypatch, family, chunk_size=21)
+    assert sum((without[1] - deferred[1]).values()) == 2 * left_out
+    assert not deferred[1] - without[1]
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("keep", ["input", "attention"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_of_later_steps(family, keep, adapted):
+    def model():
+        return with_lora(tiny_model(family)) if adapted else tiny_model(family)
+
+    batch = batches.plain(None)
+    streamed = streamgrad.enable(model(), chunk_size=7, head_chunk_size=5, keep=keep)
+    with no_float32():
+        expected = run_step(model(), batch)
+        for _ in range(3):
+            assert_same_step(run_step(streamed, batch), expected, 1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_later_steps_under_autocast_are_those_of_the_first(dtype):
+    """Bit for bit: the same products are made, but for one."""
+    model = streamgrad.enable(tiny_model("llama", dtype=torch.float32), chunk_size=7, head_chunk_size=5)
+    steps = []
+    for _ in range(3):
+        with torch.autocast("cpu", dtype=dtype):
+            steps.append(run_step(model, batches.plain(None)))
+    for step in steps[1:]:
+        assert all(
+            torch.equal(ours, theirs) for ours, theirs in zip(step.gradients.values(), steps[0].gradients.values(), strict=True)
+        )
+
+
+# --- who watches, and what changes in between --------------------------------------------------------------------------------
+
+
+def warm_model():
+    model = streamgrad.enable(tiny_model("llama"), chunk_size=7, head_chunk_size=5)
+    # Of each chunk of two layers the gradients of two maps in the other direction, and none of the re-run.
+    assert later_step(model)[1][DOWN] == 2 * 2 * 3
+    return model
+
+
+@pytest.mark.parametrize("place", ["mlp", "mlp.down_proj"])
+def test_a_hook_is_given_an_ordinary_tensor(place):
+    model, seen = warm_model(), []
+    for layer in model.model.layers:
+        layer.get_submodule(place).register_forward_hook(lambda module, args, out: seen.append(type(out)))
+    expected = tiny_model("llama")
+    with no_float32():
+        assert_same_step(run_step(model, batches.plain(None)), run_step(expected, batches.plain(None)), 1e-10)
+    assert set(seen) == {Tensor}
+
+
+def some_tokens_doubled(module, args, out):
+    return torch.where(out[..., :1] > 0.0, 2.0 * out, out)
+
+
+@pytest.mark.parametrize("place", ["mlp", "mlp.down_proj", "mlp.up_proj"])
+@pytest.mark.parametrize("when", ["added", "removed"])
+def test_a_hook_in_one_pass_only_is_refused(when, place):
+    model = warm_model()
+    target = model.model.layers[1].get_submodule(place)
+    handle = target.register_forward_hook(some_tokens_doubled) if when == "removed" else None
+    loss = model(**batches.plain(None)).loss
+    if handle is not None:
+        handle.remove()
+    else:
+        target.register_forward_hook(some_tokens_doubled)
+    with pytest.raises(RuntimeError, match="computed something else"):
+        loss.backward()
+
+
+def test_weights_of_the_last_product_that_are_written_to_unseen_are_refused():
+    model = warm_model()
+    loss = model(**batches.plain(None)).loss
+    model.model.layers[0].mlp.down_proj.weight.data.mul_(1.5)
+    with pytest.raises(RuntimeError, match="computed something else|modified in place"):
+        loss.backward()
+
+
+def test_an_activation_that_changes_for_one_token_is_refused():
+    """Not the last one, so that it is seen by the norm of what the product is made of."""
+    model = warm_model()
+    activation = model.model.layers[0].mlp.act_fn
+    loss = model(**batches.plain(None)).loss
+    own = type(activation).forward
+    activation.forward = lambda x: torch.cat([own(activation, x[:, :1]) + 0.5, own(activation, x[:, 1:])], dim=1)
+    with pytest.raises(RuntimeError, match="computed something else"):
+        loss.backward()
+
+
+def test_two_forwards_before_their_backward_passes():
+    """The first forward ran before anything was known of the layers, and its re-run after."""
+    model, batch = streamgrad.enable(tiny_model("llama"), chunk_size=7, head_chunk_size=5), batches.plain(None)
+    with no_float32():
+        expected = run_step(tiny_model("llama"), batch)
+        first, second = model(**batch).loss, model(**batch).loss
+        model.zero_grad()
+        second.backward()
+        model.zero_grad()
+        first.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert_same_step(type(expected)(first.detach(), gradients), expected, 1e-10)
+
+
+def test_the_input_of_the_product_is_not_held_through_backward(monkeypatch):
+    def peak() -> int:
+        model = tiny_model("llama", dtype=torch.float32, hidden_size=32, intermediate_size=512)
+        streamgrad.enable(model, chunk_size=64, head_chunk_size=16)
+        ids = tokens(1, 256)
+        for _ in range(2):
+            model(input_ids=ids, labels=ids).loss.backward()
+        loss = model(input_ids=ids, labels=ids).loss
+        with LiveBytes() as live:
+            loss.backward()
+        return live.peak_bytes
+
+    deferred = peak()
+    monkeypatch.setitem(unread._FEWEST_TOKENS, "cpu", 10**9)
+    assert deferred < peak() + 64 * 512  # a quarter of that input; norms take some bytes more
