@@ -138,7 +138,7 @@ def _summary(out_BLE: Tensor, terms: Sequence[Tensor] = ()) -> _Summary:
     """
     out_BLE = out_BLE.detach()
     norms = _norms([out_BLE, *terms])
-    summary = {"last token": out_BLE[:, -1].to(torch.float32, copy=True), "all": norms[0]}
+    summary: _Summary = {"last token": out_BLE[:, -1].to(torch.float32, copy=True), "all": norms[0]}
     return summary | _of_terms(norms[1:]) if terms else summary
 
 
