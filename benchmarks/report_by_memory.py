@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.selection import Record, Records, automatic_steps, has_faulty_peak, latest
+from benchmarks.selection import Record, Records, automatic_steps, has_faulty_peak, latest, measured_beside
 from benchmarks.words import gb, markdown_table, ms, no_record, or_dash, origin, picture
 
 PEERS = {
@@ -70,6 +70,13 @@ def peer_points(records: Records) -> dict[int, list[Point]]:
     return {length: sorted(points, key=lambda point: point.record["step_ms"]) for length, points in sorted(found.items())}
 
 
+def _beside_ours(point: Point, records: Records, peers: list[Point]) -> list[Point]:
+    """Return the peers' steps to compare one of ours with, the fastest first."""
+    found = [measured_beside(records["step"], point.record, peer.record) for peer in peers]
+    points = [Point(PEERS[record["method"]], record, record["peak_bytes"]) for record in found if record["step_ms"]]
+    return sorted(points, key=lambda each: each.record["step_ms"])
+
+
 def best_within(points: list[Point], allowed_bytes: float) -> Point | None:
     """Return the fastest of some points, which are sorted by time, that took no more."""
     return next((point for point in points if point.record["peak_bytes"] <= allowed_bytes), None)
@@ -85,11 +92,11 @@ def speed_table(records: Records, lengths: Sequence[int] | None = None) -> str:
         # Where no peer that keeps everything was tried, the fastest is not the fastest that there is.
         among = "" if length in keepers else " (of those that checkpoint)"
         for point in points:
-            whole = point.name in OURS.values()
+            whole, beside = point.name in OURS.values(), _beside_ours(point, records, peers[length])
             rows.append([
                 f"{length:,}", point.name, f"**{ms(point.record)}**, {gb(point.record)}",
-                *_beside(point, best_within(peers[length], point.allowed_bytes), among if whole else ""),
-                *(_beside(point, peers[length][0], among) if whole else ("-", "-")),
+                *_beside(point, best_within(beside, point.allowed_bytes), among if whole else ""),
+                *(_beside(point, beside[0], among) if whole else ("-", "-")),
             ])  # fmt: skip
     header = ["tokens", "memory given", "streamgrad", "fastest peer in no more memory", "gain", "fastest peer of all", "gain"]
     return markdown_table(header, rows)
@@ -130,7 +137,8 @@ def by_memory(records: Records, paper: dict[str, Any]) -> list[str]:
     return [
         "Qwen3-4B, one sequence, forward and backward, medians. A peer that keeps everything is fast where there is memory for "
         "it, one that checkpoints is small; so methods compare at equal memory. Beside each step of streamgrad stands the "
-        "fastest step of any peer that took no more memory than streamgrad was given (a budget) or took (all of the card). "
+        "fastest step of any peer that took no more memory than streamgrad was given (a budget) or took (all of the card); a "
+        "peer's step of the same command where there is one, as hosts and days differ, and else its latest. "
         "Compiled: `torch.compile` on each layer, for all lengths; with streamgrad, `compile_layers=True`. Selective: torch's "
         "policy that keeps products and attention.",
         picture("time_by_memory", "Time against memory, by length"),

@@ -63,7 +63,8 @@ def _within_liger(records: Records) -> list[str]:
     rows = []
     for length, (record, liger) in pairs.items():
         plan = record["policy"]["plan"].split("; about")[0]
-        rows.append([f"{length:,}", f"{ms(liger)}, {gb(liger)}", f"{ms(record)}, {gb(record)}", plan])
+        ours = f"{ms(record)}, {gb(record)}" if record["step_ms"] else record["error"].split(" (")[0]
+        rows.append([f"{length:,}", f"{ms(liger)}, {gb(liger)}", ours, plan])
     return [
         "### Within the memory that Liger takes",
         markdown_table(["tokens", "Liger", "streamgrad, with that as its budget", "plan"], rows),

@@ -61,6 +61,13 @@ def automatic_steps(records: Sequence[Record], *, batch: int = 1, flash: str = "
     return latest(chosen, "method", "seq_len")
 
 
+def measured_beside(records: Sequence[Record], ours: Record, peer: Record) -> Record:
+    """Return a peer's step of the command that measured `ours`, where there is one: hosts and days differ. Else `peer`."""
+    shape = ("command", "model", "seq_len", "batch", "flash")
+    same = [record for record in records if record["method"] == peer["method"] and all(record[k] == ours[k] for k in shape)]
+    return same[-1] if same else peer
+
+
 def steps_within_liger(records: Sequence[Record]) -> dict[int, tuple[Record, Record]]:
     """Return the last step of streamgrad's whose budget was what Liger took, and that step of Liger's, by length."""
     within = latest((record for record in records if "--memory-budget liger" in record["command"]), "seq_len")

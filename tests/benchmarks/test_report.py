@@ -19,6 +19,7 @@ from benchmarks.selection import (
     card_bytes,
     has_faulty_peak,
     latest,
+    measured_beside,
     memory_series,
     steps_within_liger,
     token_bytes,
@@ -135,6 +136,17 @@ def test_batches_are_seconds_a_sample(records):
     assert "| ours: streamgrad | not run | not run | not run | not run |" in text
     assert speed_table(changed, README_LENGTHS) == speed_table(records, README_LENGTHS)
     assert automatic_steps(changed["step"]).keys() - automatic_steps(others).keys() == {("mst", 9000)}
+
+
+def test_a_peer_of_the_same_command_stands_beside_our_step(records):
+    """A later step of the peer's, of another day, does not."""
+    ours = step_row(records, seq_len=36_000, method="streamgrad", step_ms=100.0, command="python -m benchmarks step --one")
+    peers = [
+        step_row(records, seq_len=36_000, method="liger", step_ms=time, command=f"python -m benchmarks step --{name}")
+        for time, name in ((150.0, "one"), (190.0, "another"))
+    ]
+    table = speed_table(records | {"step": [*records["step"], ours, *peers]})
+    assert "**100 ms**" in table and "Liger kernels, checkpointing: 150 ms" in table and "190 ms" not in table
 
 
 def test_steps_with_flash_attention_4_stand_beside_the_usual_ones(records):
@@ -256,7 +268,9 @@ def test_the_performance_notes_have_the_records_steps(records):
             continue
         length = int(cells[0].replace(",", ""))
         whole = len(cells) == 6
-        expected = [steps[m, length] for m in ("hf", "liger", "streamgrad")] if whole else within[length][::-1]
+        ours = steps["streamgrad", length]
+        peers = [measured_beside(records["step"], ours, steps[method, length]) for method in ("hf", "liger")]
+        expected = [*peers, ours] if whole else within[length][::-1]
         for cell, record in zip(cells[1:], expected, strict=False):
             assert cell == record_cell(record), (length, cell)
             compared += 1
@@ -282,7 +296,7 @@ def test_readme_names_the_records_hardware_and_versions(records):
 
 def record_cell(record: dict) -> str:
     if record["step_ms"] is None:
-        return record["error"]
+        return record["error"].split(" (")[0]
     peak = "peak not valid" if has_faulty_peak(record) else f"{record['peak_bytes'] / 1e9:.1f} GB"
     return f"{record['step_ms']:,.0f} ms, {peak}"
 
