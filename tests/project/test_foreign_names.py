@@ -34,7 +34,10 @@ PRIVATE = {
     "torch": "_C _dynamo _foreach_norm _foreach_sub _functorch _subclasses",
     "torch.Tensor": "_backward_hooks _is_view _make_wrapper_subclass _post_accumulate_grad_hooks _version",
     "torch.UntypedStorage": "_cdata",
-    "torch._C": "_autograd _current_graph_task_id _disabled_torch_function_impl _dynamo _functorch _len_torch_function_stack _nn",
+    "torch._C": """
+        _autograd _current_graph_task_id _disabled_torch_function_impl _dynamo _functorch _len_torch_dispatch_stack
+        _len_torch_function_stack _nn
+    """,
     "torch._C._autograd": "_get_current_graph_task_keep_graph _top_saved_tensors_default_hooks",
     "torch.autograd.Variable": "_execution_engine",
     "torch.autograd.forward_ad": "_current_level",

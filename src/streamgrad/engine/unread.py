@@ -57,7 +57,9 @@ class UnreadProducts:
 
     def _deferred(self, maps: list[nn.Module] | None) -> AbstractContextManager[None]:
         """Return a context in which products of `maps`, or of all linear maps in the layer, are deferred if nobody watches."""
-        if maps == [] or not self._is_worthwhile:
+        # What is computed where it is read is computed inside of a dispatch mode that counts, and not seen by it.
+        counted = maps is None and torch._C._len_torch_dispatch_stack() > 0
+        if maps == [] or counted or not self._is_worthwhile:
             return nullcontext()
         modules = modules_of(self._layer)[1:]
         if any(map(_is_watched, modules)) or _module._has_any_global_hook() or torch._C._len_torch_function_stack():
