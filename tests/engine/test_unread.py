@@ -1,15 +1,19 @@
 """Backward leaves out the products that nothing reads, and gradients and refusals are as with them.
 
-All of this is about a layer's second step and later ones: its first re-run finds out which products these are.
+All of this is about a layer's third step and later ones: its first two re-runs find out which products these are.
 """
 
 from __future__ import annotations
 
+import functools
+import gc
+import weakref
 from collections import Counter
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import batches
@@ -24,14 +28,14 @@ DOWN = (40, 24)  # the shape of `down_proj` as torch multiplies by it
 
 
 class Products(TorchDispatchMode):
-    """Counts the products of several tokens with a weight, by its shape. A guard's of one token are not counted."""
+    """Counts the products of several tokens with a weight, by its shape. A guard's of two tokens are not counted."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[tuple[int, ...]] = Counter()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) and args[-2].shape[0] > 1:
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) and args[-2].shape[0] > 2:
             self.counts[tuple(args[-1].shape)] += 1
         return function(*args, **(kwargs or {}))
 
@@ -191,3 +195,104 @@ def test_the_input_of_the_product_is_not_held_through_backward(monkeypatch):
     deferred = peak()
     monkeypatch.setitem(unread._FEWEST_TOKENS, "cpu", 10**9)
     assert deferred < peak() + 64 * 512  # a quarter of that input; norms take some bytes more
+
+
+# --- what the norms of terms do not tell, and what layers may do ---------------------------------------------------------------
+
+
+def turned_round(x: Tensor) -> Tensor:
+    return -x
+
+
+def in_other_places(x: Tensor) -> Tensor:
+    return x.flip(1)
+
+
+def by_other_features(x: Tensor) -> Tensor:
+    return x.roll(1, dims=-1)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("change", [turned_round, in_other_places, by_other_features])
+def test_a_change_that_keeps_all_norms_is_refused(change, layer):
+    """Of the product's input, and of all tokens but the last, which is compared."""
+
+    def hook(module, args):
+        return (torch.cat([change(args[0][:, :-1]), args[0][:, -1:]], dim=1),)
+
+    model = warm_model()
+    loss = model(**batches.plain(None)).loss
+    model.model.layers[layer].mlp.down_proj.register_forward_pre_hook(hook)
+    with pytest.raises(RuntimeError, match="computed something else"):
+        loss.backward()
+
+
+def test_autocast_around_backward_alone_is_not_taken_for_a_change():
+    model = streamgrad.enable(tiny_model("llama", dtype=torch.float32), chunk_size=7, head_chunk_size=5)
+    for _ in range(4):
+        loss = model(**batches.plain(None)).loss
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss.backward()
+
+
+class OddMlp(nn.Module):
+    """A gated MLP that does something else with one of its products."""
+
+    def __init__(self, mlp: nn.Module, use: str) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj, self.use = mlp.gate_proj, mlp.up_proj, mlp.down_proj, use
+        generator = torch.Generator().manual_seed(0)
+        weight = 0.1 * torch.randn(40, 40, dtype=torch.complex128, generator=generator)
+        self.turn = nn.Linear(40, 40, bias=False, dtype=torch.complex128) if use == "complex" else None
+        if self.turn is not None:
+            self.turn.weight = nn.Parameter(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate_proj(x)
+        assert type(gate) is Tensor and gate.data_ptr() != 0  # so that a kernel may be given it
+        inner = F.silu(gate) * self.up_proj(x)
+        if self.turn is not None:
+            turned = self.turn(torch.complex(inner, inner.roll(1, dims=-1)))
+            inner = turned.real + 0.3 * turned.imag
+        out = self.down_proj(inner)
+        if self.use == "gradient inside":
+            with torch.enable_grad():
+                leaf = inner.detach().requires_grad_()
+                (gradient,) = torch.autograd.grad(self.down_proj(leaf).square().sum(), leaf)
+            return out + gradient[..., : x.shape[-1]]
+        if self.use == "numpy" and not out.requires_grad:
+            assert out.numpy().shape == out.shape
+        if self.use == "data":
+            total = out + x * 1.0
+            out.data.zero_()
+            return total
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values")  # by the trial of chunks
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("chunk_size", [7, 64])
+@pytest.mark.parametrize("use", ["plain", "complex", "gradient inside", "numpy", "data"])
+def test_layers_that_do_something_else_with_a_product(use, chunk_size, frozen):
+    def model():
+        built = tiny_model("llama")
+        for layer in built.model.layers:
+            layer.mlp = OddMlp(layer.mlp, use).requires_grad_(not frozen)
+        return built
+
+    streamed = streamgrad.enable(model(), chunk_size=chunk_size, head_chunk_size=5)
+    with no_float32():
+        expected = run_step(model(), batches.plain(None))
+        for _ in range(4):
+            assert_same_step(run_step(streamed, batches.plain(None)), expected, 1e-10)
+
+
+def test_a_layer_that_its_linear_map_holds_on_to_is_released():
+    model = warm_model()
+    layers = [weakref.ref(layer) for layer in model.model.layers]
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_pre_hook(functools.partial(lambda layer, module, args: None, layer))
+    model(**batches.plain(None)).loss.backward()
+    del model, layer
+    gc.collect()
+    assert [layer() for layer in layers] == [None, None]

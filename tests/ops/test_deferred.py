@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import Tensor
@@ -91,11 +94,13 @@ def test_the_graph_is_there_whether_or_not_the_values_are(read_first):
     torch.testing.assert_close(weight.grad, hidden.detach().flatten(0, 1).sum(0).expand(4, 3), rtol=1e-12, atol=0.0)
 
 
-def test_the_last_token_and_the_terms_of_a_sum():
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_weighted_sums_of_tokens(with_bias):
     residual, hidden, weight, bias = inputs()
+    bias = bias if with_bias else None
     out = residual + linear(hidden, weight, bias, label="a label")
-    torch.testing.assert_close(out.last_token(), (residual + F.linear(hidden, weight, bias))[:, -1])
-    assert [term is expected for term, expected in zip(out.terms(), (residual, hidden), strict=True)] == [True, True]
+    weights = torch.tensor([[0.0, 0.0, 0.0, 0.0, 1.0], [0.3, -1.0, 0.5, 2.0, 0.1]], dtype=torch.float64)
+    torch.testing.assert_close(out.combined(weights), weights @ (residual + F.linear(hidden, weight, bias)))
     assert out.labels() == ["a label"]  # nothing of it has been computed
 
 
@@ -121,3 +126,74 @@ def test_operands_of_different_dtypes_are_refused_where_torch_refuses_them():
     _, hidden, weight, _ = inputs()
     with pytest.raises(RuntimeError, match="dtype"):
         linear(hidden, weight.float(), label="a label")
+
+
+# --- what reaches a tensor's memory without an operation ------------------------------------------------------------------------
+
+READS = {
+    "numpy": lambda product: torch.from_numpy(product.numpy()),
+    "list": lambda product: torch.tensor(product.tolist(), dtype=product.dtype),
+    "dlpack": torch.from_dlpack,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda product: pickle.loads(pickle.dumps(product)),
+    "storage": lambda product: torch.empty(0, dtype=product.dtype).set_(product.untyped_storage()).view(product.shape),
+    "data": lambda product: product.data,
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_memory_is_read_once_it_is_there(read):
+    _, hidden, weight, _ = (tensor.detach() for tensor in inputs())
+    out = READS[read](linear(hidden, weight, label="a label"))
+    assert type(out) is Tensor and torch.equal(out, F.linear(hidden, weight))
+
+
+def test_an_address_is_that_of_the_values():
+    _, hidden, weight, _ = inputs()
+    product = linear(hidden, weight, label="a label")
+    assert product.data_ptr() == product.values().data_ptr() != 0
+
+
+def test_data_that_are_assigned_are_the_values():
+    residual, hidden, weight, _ = inputs()
+    product = linear(hidden, weight, label="a label")
+    product.data = 3.0 * product.data
+    torch.testing.assert_close(residual + product, residual + 3.0 * F.linear(hidden, weight))
+
+
+def test_a_term_that_is_written_to_unseen_changes_no_sum():
+    residual, hidden, weight, _ = inputs()
+    product = linear(hidden, weight, label="a label")
+    out = residual + product
+    product.data.zero_()
+    torch.testing.assert_close(values_of(out), residual + F.linear(hidden, weight))
+
+
+def test_a_graph_may_have_saved_what_is_forgotten():
+    residual, hidden, weight, _ = inputs()
+    out = residual + linear(hidden, weight, label="a label")
+    square = out * out
+    forget(out)
+    square.sum().backward()
+    torch.testing.assert_close(residual.grad, 2.0 * (residual + F.linear(hidden, weight)).detach())
+
+
+def test_autocast_where_it_is_read_changes_nothing():
+    residual, hidden, weight, _ = (tensor.detach().float() for tensor in inputs())
+    outs = [residual + linear(hidden, weight, label="a label") for _ in range(2)]
+    weights = torch.tensor([[0.0, 0.0, 0.0, 0.0, 1.0]])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        values, last = outs[0].values(), outs[1].combined(weights)
+    expected = residual + F.linear(hidden, weight)
+    assert torch.equal(values, expected)
+    torch.testing.assert_close(last[:, 0], expected[:, -1])
+
+
+def test_the_input_of_a_frozen_weight_may_be_changed():
+    """As by F.linear, which does not save it."""
+    _, hidden, weight, _ = inputs()
+    inner = hidden * 1.0
+    out = linear(inner, weight.detach(), label="a label") * 2.0
+    inner.mul_(3.0)
+    out.sum().backward()
+    torch.testing.assert_close(hidden.grad, 2.0 * weight.detach().sum(0).expand(2, 5, 3))

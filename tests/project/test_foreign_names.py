@@ -36,7 +36,7 @@ PRIVATE = {
     "torch.UntypedStorage": "_cdata",
     "torch._C": """
         _autograd _current_graph_task_id _disabled_torch_function_impl _dynamo _functorch _len_torch_dispatch_stack
-        _len_torch_function_stack _nn
+        _len_torch_function_stack _nn _set_throw_on_mutable_data_ptr _will_engine_execute_node
     """,
     "torch._C._autograd": "_get_current_graph_task_keep_graph _top_saved_tensors_default_hooks",
     "torch.autograd.Variable": "_execution_engine",

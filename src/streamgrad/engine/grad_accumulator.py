@@ -188,7 +188,7 @@ def _converted(total: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def stand_in(parameter: Tensor, *, summed: bool) -> Tensor:
     """Return a leaf with the parameter's values, of the parameter's class if that may replace operations of torch."""
     is_plain = type(parameter) in (nn.Parameter, Tensor)
-    if summed and is_plain and parameter.dim() == 2:
+    if summed and is_plain and parameter.dim() == 2 and not parameter.is_complex():
         return GradAccumulator.of(parameter)
     leaf = parameter.detach()
     if not is_plain and type(leaf) is not type(parameter):
@@ -222,7 +222,7 @@ def _product(accumulator: GradAccumulator | None, hidden: Tensor, weight: Tensor
 
 
 class _Product(Function):
-    """Computes `F.linear(hidden, weight, bias)`, or defers it if it is given a label.
+    """Computes `F.linear(hidden, weight, bias)` of real numbers, or defers it if it is given a label.
 
     With an accumulator the weight's gradient goes into its sum. It is an input: it makes a graph where nothing else needs one.
     """
@@ -232,7 +232,10 @@ class _Product(Function):
         ctx: Any, accumulator: GradAccumulator | None, hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None, label: Any
     ) -> Tensor:
         ctx.accumulator = accumulator
-        ctx.save_for_backward(hidden, weight_OI)
+        # As F.linear does: the input of a frozen weight is neither held nor watched.
+        hidden_is_read = accumulator is not None or ctx.needs_input_grad[2]
+        weight_is_read = accumulator is not None or ctx.needs_input_grad[1]
+        ctx.save_for_backward(hidden if hidden_is_read else None, weight_OI if weight_is_read else None)
         if label is not None:
             return Deferred.product(hidden, weight_OI, bias_O, label=label)
         return own(F.linear(hidden, weight_OI, bias_O))
@@ -241,9 +244,11 @@ class _Product(Function):
     @first_order_only
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight_OI = ctx.saved_tensors
-        dout_NO, hidden_NI = dout.reshape(-1, dout.shape[-1]), hidden.reshape(-1, hidden.shape[-1])
+        dout_NO = dout.reshape(-1, dout.shape[-1])
+        hidden_NI: Any = None if hidden is None else hidden.reshape(-1, hidden.shape[-1])
         accumulator: GradAccumulator | None = ctx.accumulator
-        if accumulator is not None:
+        # A layer may call torch.autograd.grad for the gradient of another tensor, which is no part of the weight's.
+        if accumulator is not None and torch._C._will_engine_execute_node(ctx.next_functions[0][0]):
             if accumulator.product_sum is None:
                 with memory_label("gradients"):
                     accumulator.product_sum = zeros_for_sum(weight_OI)

@@ -7,6 +7,7 @@ input only, so what it reads through the module is checked here.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from streamgrad.engine.module_walk import buffers_in, modules_of, parameters_in
+from streamgrad.ops.autograd import without_autocast
 from streamgrad.ops.deferred import Deferred, values_of
 
 _REMEDY = "Call backward before changing the model, or call streamgrad.disable(model) for such a step."
@@ -58,13 +60,17 @@ class RerunGuard:
         self._noted: list[_Summary] = []
         self._noted_again: dict[int, _Summary] = {}
 
-    def note(self, out_BLE: Tensor, others: Sequence[Tensor] = ()) -> None:
-        """Keep the last token of a chunk's output, which depends on nearly everything that the layer reads, and norms of all.
+    def note(self, out_BLE: Tensor, others: Sequence[Tensor] = (), *, combined: bool = False) -> None:
+        """Keep the last token of a chunk's output, which depends on nearly everything that the layer reads, and the norm of all.
 
-        `others` are of the last token too: what the output does not depend on in a re-run, which is given a part of it.
+        `others` are of the last token too: what the output does not depend on in a re-run, which is given a part of it. Sums of
+        tokens are kept if they are to be `combined`: they can be had of an output that is not computed.
         """
-        terms = _detached(out_BLE.terms()) if isinstance(out_BLE, Deferred) else []
-        self._noted.append(_summary(values_of(out_BLE), terms) | dict(enumerate(others)))
+        summary = _summary(out_BLE) | dict(enumerate(others))
+        if combined and out_BLE.dim() == 3:
+            with without_autocast(out_BLE.device.type):
+                summary["combined"] = (_weights_like(out_BLE) @ out_BLE.detach()).float()
+        self._noted.append(summary)
 
     def check_unchanged(self) -> None:
         """Raise if the layer is not what it was in forward."""
@@ -103,10 +109,9 @@ class RerunGuard:
             )
 
     def note_again(self, index: int, out_BLE: Tensor, others: Sequence[Tensor] = ()) -> None:
-        """Keep of the re-run of chunk `index` what `note` keeps; of an output that is not computed, what it is made of."""
-        terms = _detached(out_BLE.terms()) if isinstance(out_BLE, Deferred) else []
-        if isinstance(out_BLE, Deferred) and (0, len(terms)) in self._noted[index]:
-            summary = _of_terms(_norms(terms)) | {"last token": out_BLE.last_token().detach().float()}
+        """Keep of the re-run of chunk `index` what `note` keeps; of an output that is not computed, sums of tokens alone."""
+        if isinstance(out_BLE, Deferred) and "combined" in self._noted[index]:
+            summary: _Summary = {"combined": out_BLE.combined(_weights_like(out_BLE)).detach().float()}
         else:
             summary = _summary(values_of(out_BLE))
         self._noted_again[index] = summary | dict(enumerate(others))
@@ -131,32 +136,29 @@ class RerunGuard:
         return torch.where(sizes.isfinite(), deviations.nan_to_num(nan=torch.inf), 0.0).max()
 
 
-def _summary(out_BLE: Tensor, terms: Sequence[Tensor] = ()) -> _Summary:
-    """Return the last token of a chunk's output, and the norms of all of it and of its terms, by one launch for all.
-
-    Norms tell of what happens to other tokens alone.
-    """
+def _summary(out_BLE: Tensor) -> _Summary:
+    """Return the last token of a chunk's output, and the norm of all, which tells of what happens to others alone."""
     out_BLE = out_BLE.detach()
-    norms = _norms([out_BLE, *terms])
-    summary: _Summary = {"last token": out_BLE[:, -1].to(torch.float32, copy=True), "all": norms[0]}
-    return summary | _of_terms(norms[1:]) if terms else summary
+    norm = torch.linalg.vector_norm(out_BLE, dtype=torch.float32 if out_BLE.dtype.itemsize == 2 else None)
+    return {"last token": out_BLE[:, -1].to(torch.float32, copy=True), "all": norm.to(torch.float32)}
 
 
-def _detached(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.detach() for tensor in tensors]
+def _weights_like(out_BLE: Tensor) -> Tensor:
+    # Not from the cache in a dispatch mode, which may make tensors without values.
+    make = _weights.__wrapped__ if torch._C._len_torch_dispatch_stack() else _weights
+    return make(out_BLE.shape[1], out_BLE.dtype, out_BLE.device)
 
 
-def _of_terms(norms: Sequence[Tensor]) -> _Summary:
-    """Return norms by the number of a term, and of how many, so that a sum of others is not compared with it."""
-    return {(number, len(norms)): norm for number, norm in enumerate(norms)}
+@functools.lru_cache(maxsize=16)
+def _weights(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return weights (2, L) of tokens: the last alone, and all of them, each with a weight of its own.
 
-
-def _norms(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """Return norms in fp32, summed in no less."""
-    if tensors[0].dtype.itemsize == 2:
-        return torch._foreach_norm(tensors, dtype=torch.float32)
-    norms = torch._foreach_norm(tensors)
-    return norms if norms[0].dtype is torch.float32 else [norm.float() for norm in norms]
+    The latter's sum is about as large as one token. It has what tokens have in common once, so that the rounding of a large
+    common part is small beside it, and all else with signs that change from token to token.
+    """
+    places = torch.arange(length, device=device, dtype=torch.float64 if dtype is torch.float64 else torch.float32)
+    all_tokens = places.cos() * (2 / length) ** 0.5 + 1 / length
+    return torch.stack([(places == length - 1).to(places.dtype), all_tokens]).to(dtype)
 
 
 def _versions_of(modules: Sequence[nn.Module], parameters: Sequence[Tensor], adapters: AdapterFacts) -> dict[int, int | None]:

@@ -40,7 +40,7 @@ from streamgrad.engine.trial import Span, Trial
 from streamgrad.engine.ulysses import ALONE, SequenceSharing
 from streamgrad.engine.unread import UnreadProducts
 from streamgrad.ops.autograd import first_order_only
-from streamgrad.ops.deferred import forget, values_of
+from streamgrad.ops.deferred import forget
 from streamgrad.ops.memory_label import labelled, memory_label
 
 
@@ -218,7 +218,7 @@ class _StreamedLayer(torch.autograd.Function):
         dh_BTE: Tensor | None = None
         token_inputs = TokenInputGradients(call.token_inputs, ctx.needs_input_grad[2:])
         unread = UnreadProducts(call.layer, call.tokens_at_once(ctx.h_shape), ctx.autocast.device_type)
-        deferred = unread.deferred_again()
+        deferred = unread.deferred()
         with call.in_use.claimed(call.name), accumulators.installed_in(call.layer), call.surroundings(), deferred:
             with ctx.autocast.restored():
                 stream = _restore_stream(call, ctx.tape, reader, ctx.h_shape[1])
@@ -320,8 +320,7 @@ def _forward(
     """
     stream, spans_of_chunks = call.new_stream(h_BTE.shape[1]), call.spans(h_BTE.shape[1])
     trial = call.trial(h_BTE.shape[1]) if len(spans_of_chunks) > 1 else None
-    unread = UnreadProducts(call.layer, call.tokens_at_once(h_BTE.shape), h_BTE.device.type)
-    with call.surroundings(), unread.deferred_in_forward() if guard is not None else nullcontext():
+    with call.surroundings():
         # Detached, else chunks would require a gradient, and hooks on submodules would see that.
         return _run_chunks(call, h_BTE.detach(), spans_of_chunks, stream, trial, drawing, guard, kept), stream
 
@@ -338,6 +337,7 @@ def _run_chunks(
 ) -> list[Tensor]:
     outputs_BT: list[Tensor] = []
     buffers = BuffersInForward(call.layer)
+    unread = UnreadProducts(call.layer, call.tokens_at_once(h_BTE.shape), h_BTE.device.type)
     keep_attention = kept is not None and call.policy.keep == "attention"
     for index, (start, stop) in enumerate(spans_of_chunks):
         chunk = call.chunk((start, stop), stream, keep_attention=keep_attention)
@@ -349,8 +349,7 @@ def _run_chunks(
         if index == 0 and trial is not None:
             trial(h_BTE)
         if guard is not None:
-            guard.note(out_BLE, chunk.attended_with)
-            out_BLE = values_of(out_BLE)
+            guard.note(out_BLE, chunk.attended_with, combined=unread.may_be_left_out)
         if kept is not None:
             kept.note(index, chunk.kept)
         made = [out_BLE, *chunk.recorded]

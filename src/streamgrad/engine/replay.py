@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -42,11 +41,6 @@ def as_autocast(tensor: Tensor) -> Tensor:
     if not torch.is_autocast_enabled(device_type) or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype(device_type))
-
-
-def without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Return a context in which autocast is off; not entered where it is off already, as it is not free."""
-    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 # Held by a thread that draws random numbers. All threads share torch's generators, and a draw by another one in the middle of a

@@ -3,15 +3,16 @@
     out = hidden + down(x)
 
 Backward needs the graph of this sum, and `x`. It needs no value of `down(x)`, a quarter of a layer's products. Which linear maps
-those are is found out and not looked up: in a layer's first re-run all products are `Deferred`, and computed where they are read.
-Those that nobody has read by the end are deferred from then on, in forward too, where the sum is computed last of all: so the two
-passes can be compared by what the sum is made of (`guards`).
+those are is found out and not looked up: the graph of a layer's first re-run tells which products its output is a sum of. In
+later re-runs these are `Deferred`, and computed where they are read; one that is read is deferred no more. No other product ever
+is: code of a layer may hand it to a kernel that takes its address. Forward is as ever, but notes more of its output (`guards`).
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -27,46 +28,76 @@ from streamgrad.ops.deferred import Deferred
 # torch's own at import time, to compare with: a program may replace them later.
 _LINEAR = nn.Linear, nn.Linear.forward, nn.Module.__call__
 
+_Map = weakref.ref[nn.Module]  # which may hold on to its layer, by a hook that somebody has given it
 
 # By device: with fewer tokens in a chunk, a GPU has multiplied before Python has arranged that it need not.
 _FEWEST_TOKENS = {"cuda": 2048}
 
 
 class UnreadProducts:
-    """One pass through a layer, in chunks of `tokens`, in which products are deferred that nothing reads."""
+    """One pass through a layer, in chunks of `tokens`, in which products are left out that nothing reads."""
 
     # The linear maps that make them; a layer that has not been run again is not there.
-    _known: ClassVar[weakref.WeakKeyDictionary[nn.Module, list[nn.Module]]] = weakref.WeakKeyDictionary()
+    _known: ClassVar[weakref.WeakKeyDictionary[nn.Module, list[_Map]]] = weakref.WeakKeyDictionary()
 
     def __init__(self, layer: nn.Module, tokens: int, device_type: str) -> None:
-        self._layer, self._is_worthwhile = layer, tokens >= _FEWEST_TOKENS.get(device_type, 0)
+        self._layer, self._maps = layer, self._known.get(layer)
+        self._is_worthwhile = tokens >= _FEWEST_TOKENS.get(device_type, 0)
         self._is_tried = False
+        self._made: dict[Any, nn.Module] | None = None  # the maps by the nodes of their products, while these are noted
 
-    def deferred_in_forward(self) -> AbstractContextManager[None]:
-        """Let products that a re-run will not read be computed as late as possible within the block."""
-        return self._deferred(self._known.get(self._layer, []))
+    @property
+    def may_be_left_out(self) -> bool:
+        """Return whether a re-run may leave out a product, so that forward has to note what is compared then."""
+        return bool(self._maps) and self._is_worthwhile
 
-    def deferred_again(self) -> AbstractContextManager[None]:
-        """Let products be computed only where they are read within the block: all of them in the first re-run."""
-        return self._deferred(self._known.get(self._layer))
-
-    def learn(self, out: Tensor) -> None:
-        """Note whose products nobody has read, by the output of a re-run."""
-        if self._is_tried:
-            self._known[self._layer] = out.labels() if isinstance(out, Deferred) else []
-
-    def _deferred(self, maps: list[nn.Module] | None) -> AbstractContextManager[None]:
-        """Return a context in which products of `maps`, or of all linear maps in the layer, are deferred if nobody watches."""
-        # What is computed where it is read is computed inside of a dispatch mode that counts, and not seen by it.
-        counted = maps is None and torch._C._len_torch_dispatch_stack() > 0
-        if maps == [] or counted or not self._is_worthwhile:
+    def deferred(self) -> AbstractContextManager[None]:
+        """Let a re-run within the block compute products only where they are read; the first one notes all products instead."""
+        if self._maps == [] or not self._is_worthwhile:
             return nullcontext()
         modules = modules_of(self._layer)[1:]
         if any(map(_is_watched, modules)) or _module._has_any_global_hook() or torch._C._len_torch_function_stack():
             return nullcontext()
-        self._is_tried = True
-        linear_maps = [module for module in (modules if maps is None else maps) if is_plain_linear(module)]
-        return temporary_attributes((module, "forward", functools.partial(_forward, module)) for module in linear_maps)
+        if self._maps is None:
+            self._made, forward = {}, self._noted
+        else:
+            self._is_tried, forward = True, _forward
+            modules = [module for module in (each() for each in self._maps) if module is not None]
+        linear_maps = [module for module in modules if is_plain_linear(module)]
+        return temporary_attributes((module, "forward", functools.partial(forward, module)) for module in linear_maps)
+
+    def learn(self, out: Tensor) -> None:
+        """Note whose products make up the output of a re-run, or which of those nobody has read."""
+        if self._made is not None:
+            self._known[self._layer] = _maps(_terms(out, self._made))
+            self._made = None
+        elif self._is_tried:
+            self._known[self._layer] = _maps(out.labels() if isinstance(out, Deferred) else [])
+
+    def _noted(self, module: Any, input: Tensor) -> Tensor:
+        """Return `nn.Linear.forward(module, input)`, and note which node of the graph has made it."""
+        out = nn.Linear.forward(module, input)
+        if not torch.compiler.is_compiling() and self._made is not None and out.grad_fn is not None:
+            self._made[out.grad_fn] = module
+        return out
+
+
+def _maps(modules: Iterable[nn.Module]) -> list[_Map]:
+    return [weakref.ref(module) for module in dict.fromkeys(modules)]
+
+
+def _terms(out: Tensor, made: dict[Any, nn.Module]) -> list[nn.Module]:
+    """Return the maps among those that `made` products, by their nodes, of whose products `out` is a sum."""
+    nodes, found = [out.grad_fn], []
+    seen = set(nodes)
+    for node in nodes:  # which grow on the way
+        if node in made:
+            found.append(made[node])
+        elif node is not None and node.name() == "AddBackward0":
+            following = {each for each, _ in node.next_functions} - seen
+            seen |= following
+            nodes += following
+    return found
 
 
 def _is_watched(module: nn.Module) -> bool:
@@ -88,6 +119,6 @@ def is_plain_linear(module: nn.Module) -> bool:
 def _forward(module: Any, input: Tensor) -> Tensor:
     """Return `nn.Linear.forward(module, input)`, deferred unless its operands are of classes with operations of their own."""
     plain = type(input) is Tensor and type(module.weight) in (Tensor, nn.Parameter, GradAccumulator) and input.dim() > 1
-    if plain and not torch.compiler.is_compiling():
+    if plain and not input.is_complex() and not torch.compiler.is_compiling():
         return linear(input, module.weight, module.bias, label=module)
     return nn.Linear.forward(module, input)

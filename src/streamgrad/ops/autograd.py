@@ -86,3 +86,8 @@ def own_graph() -> AbstractContextManager[Any]:
 def as_saved(tensor: Tensor) -> Tensor:
     """Return what a hook may give to be saved: a node's own output itself would keep that node for good."""
     return tensor.detach()
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Return a context in which autocast is off; not entered where it is off already, as it is not free."""
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()

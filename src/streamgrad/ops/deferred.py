@@ -4,17 +4,23 @@
     residual + Deferred                     ==  a Deferred of the sum
 
 A sum of equal shapes stays deferred. Every other operation has the values computed first, once, so a program gets what it would
-have got without. Autograd takes a Deferred for the tensor that it stands for: the graph is there, whether or not the values are.
+have got without; so do methods that read or replace a tensor's memory. Code outside of torch that is given the tensor itself and
+takes its address gets an error. Autograd takes a Deferred for the tensor that it stands for: the graph is there, whether or not
+the values are.
 """
 
 from __future__ import annotations
 
+import copy
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
+
+from streamgrad.ops.autograd import without_autocast
 
 
 class Deferred(Tensor):
@@ -24,13 +30,18 @@ class Deferred(Tensor):
     _versions: list[int]  # of the operands
     _label: Any  # of a product; None for a sum
     _computed: Tensor | None
+    _sums: list[weakref.ref[Deferred]]  # that it is a term of
 
     @staticmethod
     def __new__(cls, operands: tuple[Tensor, ...], shape: torch.Size, label: Any = None) -> Deferred:
         like = operands[0]
         deferred: Deferred = Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
         deferred._operands, deferred._label, deferred._computed = operands, label, None
-        deferred._versions = [operand._version for operand in operands]
+        deferred._versions, deferred._sums = [operand._version for operand in operands], []
+        for operand in operands:
+            if isinstance(operand, Deferred):
+                operand._sums.append(weakref.ref(deferred))
+        torch._C._set_throw_on_mutable_data_ptr(deferred)  # which would be null
         return deferred
 
     def __init__(self, operands: tuple[Tensor, ...], shape: torch.Size, label: Any = None) -> None:
@@ -58,40 +69,91 @@ class Deferred(Tensor):
         return next(changed, result)
 
     def values(self) -> Tensor:
-        """Return the tensor itself, computed by now."""
+        """Return the tensor itself, computed by now, and sums that it is a term of too, as the caller may write to it."""
+        computed = self._compute()
+        while self._sums:
+            total = self._sums.pop()()
+            if total is not None:
+                total._compute()
+        return computed
+
+    def _compute(self) -> Tensor:
         if self._computed is None:
             self._check_operands()
-            with torch.no_grad():
+            with torch.no_grad(), without_autocast(self.device.type):
                 if self._label is None:
-                    self._computed = torch.add(*map(values_of, self._operands))
+                    left, right = (each._compute() if isinstance(each, Deferred) else each for each in self._operands)
+                    self._computed = left + right
                 else:
                     self._computed = F.linear(*self._operands)
             self._operands = ()
         return self._computed
 
-    def last_token(self) -> Tensor:
-        """Return `self[:, -1]` of (B, L, ...), without computing more than that."""
+    def combined(self, weights_NL: Tensor) -> Tensor:
+        """Return `weights @ self`, (B, N, ...), by products of N tokens and no more."""
         if self._computed is not None:
-            return self._computed[:, -1]
+            return weights_NL @ self._computed
         self._check_operands()
-        if self._label is not None:
-            return F.linear(self._operands[0][:, -1], *self._operands[1:])
-        left, right = (each.last_token() if isinstance(each, Deferred) else each[:, -1] for each in self._operands)
-        return left + right
-
-    def terms(self) -> list[Tensor]:
-        """Return what it will be computed from, without weights: inputs of products, and tensors that are added."""
-        if self._computed is not None:
-            return [self._computed]
-        if self._label is not None:
-            return [self._operands[0]]
-        return [term for each in self._operands for term in (each.terms() if isinstance(each, Deferred) else [each])]
+        with without_autocast(self.device.type):
+            if self._label is None:
+                left, right = (
+                    each.combined(weights_NL) if isinstance(each, Deferred) else weights_NL @ each for each in self._operands
+                )
+                return left + right
+            hidden, weight, *bias = self._operands
+            product = F.linear(weights_NL @ hidden, weight)
+            return product + weights_NL.sum(dim=1, keepdim=True) * bias[0] if bias else product
 
     def labels(self) -> list[Any]:
         """Return the labels of the products in it that have not been computed."""
         if self._label is not None and self._computed is None:
             return [self._label]
         return [label for each in self._operands if isinstance(each, Deferred) for label in each.labels()]
+
+    # --- methods of torch that reach a tensor's memory without an operation -------------------------------------------------
+
+    def data_ptr(self) -> int:
+        return self.values().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.values().untyped_storage()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self._ordinary().numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.values().tolist()
+
+    def share_memory_(self) -> Deferred:
+        self.values().share_memory_()
+        return self
+
+    def __dlpack__(self, *args: Any, **options: Any) -> Any:
+        return self._ordinary().__dlpack__(*args, **options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._ordinary(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._ordinary().__reduce_ex__(protocol)
+
+    def _ordinary(self) -> Tensor:
+        """Return a view of the values that has the graph, so that torch refuses what it would have refused."""
+        return self.view_as(self)
+
+    @property
+    def data(self) -> Tensor:
+        return self.values().data
+
+    @data.setter
+    def data(self, other: Tensor) -> None:
+        if (other.shape, other.dtype, other.device) != (self.shape, self.dtype, self.device):
+            raise RuntimeError(
+                "data of another shape or dtype are assigned to a layer's product. Call streamgrad.disable(model)."
+            )
+        self.values().data = other
+
+    # --- what has become of the operands ------------------------------------------------------------------------------------
 
     def _check_operands(self) -> None:
         """Raise if an operand is no longer what it was when the operation was called."""
@@ -111,15 +173,15 @@ def values_of(tensor: Tensor) -> Tensor:
 
 def forget(tensor: Tensor) -> None:
     """Drop what a deferred tensor would be computed from, as nothing will read it; its graph stays."""
-    if isinstance(tensor, Deferred):
-        operands, tensor._operands, tensor._computed = tensor._operands, (), None
+    if isinstance(tensor, Deferred):  # once it is computed it has no operands, and a graph may have saved it
+        operands, tensor._operands = tensor._operands, ()
         for operand in operands:
             forget(operand)
 
 
 def _computed(tensor: Any) -> Any:
     """Return the values of what is computed by now, and everything else as it is."""
-    return tensor if type(tensor) is not Deferred or tensor._computed is None else tensor._computed
+    return tensor if type(tensor) is not Deferred or tensor._computed is None else tensor.values()
 
 
 def _may_stay_deferred(left: Any, right: Any) -> bool:
