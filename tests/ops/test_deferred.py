@@ -180,7 +180,7 @@ def test_a_graph_may_have_saved_what_is_forgotten():
 
 def test_autocast_where_it_is_read_changes_nothing():
     residual, hidden, weight, _ = (tensor.detach().float() for tensor in inputs())
-    outs = [residual + linear(hidden, weight, label="a label") for _ in range(2)]
+    outs = [residual + Deferred.product(hidden, weight, None, label="a label") for _ in range(2)]
     weights = torch.tensor([[0.0, 0.0, 0.0, 0.0, 1.0]])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         values, last = outs[0].values(), outs[1].combined(weights)
