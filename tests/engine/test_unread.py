@@ -156,7 +156,7 @@ def test_weights_of_the_last_product_that_are_written_to_unseen_are_refused():
 
 
 def test_an_activation_that_changes_for_one_token_is_refused():
-    """Not the last one, so that it is seen by the norm of what the product is made of."""
+    """Not the last one, so that it is seen by the sum of all."""
     model = warm_model()
     activation = model.model.layers[0].mlp.act_fn
     loss = model(**batches.plain(None)).loss

@@ -99,8 +99,9 @@ def test_weighted_sums_of_tokens(with_bias):
     residual, hidden, weight, bias = inputs()
     bias = bias if with_bias else None
     out = residual + linear(hidden, weight, bias, label="a label")
-    weights = torch.tensor([[0.0, 0.0, 0.0, 0.0, 1.0], [0.3, -1.0, 0.5, 2.0, 0.1]], dtype=torch.float64)
-    torch.testing.assert_close(out.combined(weights), weights @ (residual + F.linear(hidden, weight, bias)))
+    weights = torch.tensor([[0.3, -1.0, 0.5, 2.0, 0.1]], dtype=torch.float64)
+    expected = residual + F.linear(hidden, weight, bias)
+    torch.testing.assert_close(out.last_and_combined(weights), torch.cat([expected[:, -1:], weights @ expected], dim=1))
     assert out.labels() == ["a label"]  # nothing of it has been computed
 
 
@@ -183,7 +184,7 @@ def test_autocast_where_it_is_read_changes_nothing():
     outs = [residual + Deferred.product(hidden, weight, None, label="a label") for _ in range(2)]
     weights = torch.tensor([[0.0, 0.0, 0.0, 0.0, 1.0]])
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        values, last = outs[0].values(), outs[1].combined(weights)
+        values, last = outs[0].values(), outs[1].last_and_combined(weights)
     expected = residual + F.linear(hidden, weight)
     assert torch.equal(values, expected)
     torch.testing.assert_close(last[:, 0], expected[:, -1])

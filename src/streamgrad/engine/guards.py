@@ -63,8 +63,8 @@ class RerunGuard:
     def note(self, out_BLE: Tensor, others: Sequence[Tensor] = (), *, combined: bool = False) -> None:
         """Keep the last token of a chunk's output, which depends on nearly everything that the layer reads, and the norm of all.
 
-        `others` are of the last token too: what the output does not depend on in a re-run, which is given a part of it. Sums of
-        tokens are kept if they are to be `combined`: they can be had of an output that is not computed.
+        `others` are of the last token too: what the output does not depend on in a re-run, which is given a part of it. A sum of
+        all tokens is kept if they are to be `combined`: it can be had of an output that is not computed.
         """
         summary = _summary(out_BLE) | dict(enumerate(others))
         if combined and out_BLE.dim() == 3:
@@ -109,9 +109,10 @@ class RerunGuard:
             )
 
     def note_again(self, index: int, out_BLE: Tensor, others: Sequence[Tensor] = ()) -> None:
-        """Keep of the re-run of chunk `index` what `note` keeps; of an output that is not computed, sums of tokens alone."""
+        """Keep of the re-run of chunk `index` what `note` keeps; of an output that is not computed, a sum for the norm."""
         if isinstance(out_BLE, Deferred) and "combined" in self._noted[index]:
-            summary: _Summary = {"combined": out_BLE.combined(_weights_like(out_BLE)).detach().float()}
+            rows_B2E = out_BLE.last_and_combined(_weights_like(out_BLE)).detach().float()
+            summary: _Summary = {"last token": rows_B2E[:, 0], "combined": rows_B2E[:, 1:]}
         else:
             summary = _summary(values_of(out_BLE))
         self._noted_again[index] = summary | dict(enumerate(others))
@@ -151,14 +152,13 @@ def _weights_like(out_BLE: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _weights(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return weights (2, L) of tokens: the last alone, and all of them, each with a weight of its own.
+    """Return weights (1, L) of tokens, each its own, for a sum that is about as large as one token.
 
-    The latter's sum is about as large as one token. It has what tokens have in common once, so that the rounding of a large
-    common part is small beside it, and all else with signs that change from token to token.
+    It has what tokens have in common once, so that the rounding of a large common part is small beside it, and all else with
+    signs that change from token to token.
     """
     places = torch.arange(length, device=device, dtype=torch.float64 if dtype is torch.float64 else torch.float32)
-    all_tokens = places.cos() * (2 / length) ** 0.5 + 1 / length
-    return torch.stack([(places == length - 1).to(places.dtype), all_tokens]).to(dtype)
+    return (places.cos() * (2 / length) ** 0.5 + 1 / length).to(dtype)[None]
 
 
 def _versions_of(modules: Sequence[nn.Module], parameters: Sequence[Tensor], adapters: AdapterFacts) -> dict[int, int | None]:

@@ -89,20 +89,20 @@ class Deferred(Tensor):
             self._operands = ()
         return self._computed
 
-    def combined(self, weights_NL: Tensor) -> Tensor:
-        """Return `weights @ self`, (B, N, ...), by products of N tokens and no more."""
+    def last_and_combined(self, weights_1L: Tensor) -> Tensor:
+        """Return `self[:, -1:]` and, after it, `weights @ self`, (B, 2, ...), by products of these two tokens and no more."""
         if self._computed is not None:
-            return weights_NL @ self._computed
+            return _last_and_combined(self._computed, weights_1L)
         self._check_operands()
         with without_autocast(self.device.type):
             if self._label is None:
-                left, right = (
-                    each.combined(weights_NL) if isinstance(each, Deferred) else weights_NL @ each for each in self._operands
-                )
+                left, right = (_last_and_combined(each, weights_1L) for each in self._operands)
                 return left + right
             hidden, weight, *bias = self._operands
-            product = F.linear(weights_NL @ hidden, weight)
-            return product + weights_NL.sum(dim=1, keepdim=True) * bias[0] if bias else product
+            product = F.linear(_last_and_combined(hidden, weights_1L), weight)
+            if not bias:
+                return product
+            return product + torch.cat([torch.ones_like(weights_1L[:, :1]), weights_1L.sum(dim=1, keepdim=True)]) * bias[0]
 
     def labels(self) -> list[Any]:
         """Return the labels of the products in it that have not been computed."""
@@ -169,6 +169,12 @@ class Deferred(Tensor):
 def values_of(tensor: Tensor) -> Tensor:
     """Return the tensor with its values computed, if they were deferred."""
     return tensor.values() if isinstance(tensor, Deferred) else tensor
+
+
+def _last_and_combined(tensor: Tensor, weights_1L: Tensor) -> Tensor:
+    if isinstance(tensor, Deferred):
+        return tensor.last_and_combined(weights_1L)
+    return torch.cat([tensor[:, -1:], weights_1L @ tensor], dim=1)
 
 
 def forget(tensor: Tensor) -> None:
