@@ -214,20 +214,21 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, label:
 
 
 def _product(accumulator: GradAccumulator | None, hidden: Tensor, weight: Tensor, bias: Tensor | None, label: Any) -> Tensor:
-    if label is not None and not _may_be_deferred(hidden, weight, bias):
-        label = None
+    if label is not None:
+        of_one_dtype = weight.dtype is hidden.dtype and (bias is None or bias.dtype is hidden.dtype)
+        # Operands of several dtypes are refused by torch where the product is called.
+        label = label if of_one_dtype and may_be_deferred(hidden.dtype) else None
     if torch.is_grad_enabled():
         return _Product.apply(accumulator, hidden, weight, bias, label)
     return F.linear(hidden, weight, bias) if label is None else Deferred.product(hidden, weight, bias, label=label)
 
 
-def _may_be_deferred(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return whether a product may be computed later, of its tokens or of sums of them.
+def may_be_deferred(dtype: torch.dtype) -> bool:
+    """Return whether a product in `dtype` may be computed later, of its tokens or of sums of them.
 
     Not in float32: where TF32 is allowed, a product of few tokens differs from that of many by what guards take for a change.
-    Operands of several dtypes are refused by torch where the product is called.
     """
-    return hidden.dtype is not torch.float32 and all(each is None or each.dtype is hidden.dtype for each in (weight, bias))
+    return dtype is not torch.float32
 
 
 class _Product(Function):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _module
 
-from streamgrad.engine.grad_accumulator import GradAccumulator, linear
+from streamgrad.engine.grad_accumulator import GradAccumulator, linear, may_be_deferred
 from streamgrad.engine.module_walk import modules_of
 from streamgrad.engine.temporary import temporary_attributes
 from streamgrad.ops.deferred import Deferred
@@ -77,7 +77,9 @@ class UnreadProducts:
     def _noted(self, module: Any, input: Tensor) -> Tensor:
         """Return `nn.Linear.forward(module, input)`, and note which node of the graph has made it."""
         out = nn.Linear.forward(module, input)
-        if not torch.compiler.is_compiling() and self._made is not None and out.grad_fn is not None:
+        if torch.compiler.is_compiling() or self._made is None:
+            return out
+        if out.grad_fn is not None and may_be_deferred(out.dtype):
             self._made[out.grad_fn] = module
         return out
 
