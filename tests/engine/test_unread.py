@@ -112,14 +112,14 @@ def test_gradients_of_later_steps_under_autocast_are_those_of_the_first(dtype):
 @pytest.mark.parametrize("keep", ["input", "attention"])
 @pytest.mark.parametrize("chunk_size", [512, 4096])
 def test_gradients_of_later_steps_on_a_gpu_are_those_of_the_first(chunk_size, keep):
-    """Bit for bit, as only a product that nobody reads is left out, of 2,048 tokens or more and so of whole sequences."""
+    """But for the order in which kernels add. Chunks of fewer than 2,048 tokens make every product."""
     shape = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "head_dim": 64}
     model = tiny_model("llama", dtype=torch.bfloat16, **shape).cuda()
     streamgrad.enable(model, chunk_size=chunk_size, keep=keep)
     ids = tokens(1, 4096).cuda()
     steps = [run_step(model, {"input_ids": ids, "labels": ids}) for _ in range(3)]
     for step in steps[1:]:
-        assert all(torch.equal(step.gradients[name], gradient) for name, gradient in steps[0].gradients.items())
+        assert_same_step(step, steps[0], 2e-2)
 
 
 # --- who watches, and what changes in between --------------------------------------------------------------------------------
