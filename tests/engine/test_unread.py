@@ -1,6 +1,6 @@
 """Backward leaves out the products that nothing reads, and gradients and refusals are as with them.
 
-All of this is about a layer's third step and later ones: its first two re-runs find out which products these are.
+All of this is about a layer's second step and later ones: its first re-run finds out which products these are.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def test_the_input_of_the_product_is_not_held_through_backward(monkeypatch):
     assert deferred < peak() + 2 * 64 * 512  # a quarter of that input; what is compared takes some bytes more
 
 
-# --- what the norms of terms do not tell, and what layers may do ---------------------------------------------------------------
+# --- what norms would not tell, and what layers may do --------------------------------------------------------------------------
 
 
 def turned_round(x: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ def by_other_features(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("change", [turned_round, in_other_places, by_other_features])
 def test_a_change_that_keeps_all_norms_is_refused(change, layer):
-    """Of the product's input, and of all tokens but the last, which is compared."""
+    """The product's input changes in all tokens but the last, which is compared by itself."""
 
     def hook(module, args):
         return (torch.cat([change(args[0][:, :-1]), args[0][:, -1:]], dim=1),)
