@@ -29,13 +29,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def invoke(monkeypatch):
+def invoke(tiny_preset):
     """The command line, with a preset that a CPU can train."""
-    shape = {
-        "family": "qwen3", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": True,
-    }  # fmt: skip
-    monkeypatch.setattr("streamgrad.hf.presets.presets", lambda: {"tiny": shape})
     return lambda command: CliRunner(env={"COLUMNS": "200"}).invoke(app, command.split())
 
 
