@@ -95,16 +95,14 @@ def test_gradients_of_later_steps(family, keep, adapted):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_of_later_steps_under_autocast_are_those_of_the_first(dtype):
-    """Bit for bit: the same products are made, but for one."""
+    """But for a rounding in 16 bits, of products that a processor may sum in another order where memory lies otherwise."""
     model = streamgrad.enable(tiny_model("llama", dtype=torch.float32), chunk_size=7, head_chunk_size=5)
     steps = []
     for _ in range(3):
         with torch.autocast("cpu", dtype=dtype):
             steps.append(run_step(model, batches.plain(None)))
     for step in steps[1:]:
-        assert all(
-            torch.equal(ours, theirs) for ours, theirs in zip(step.gradients.values(), steps[0].gradients.values(), strict=True)
-        )
+        assert_same_step(step, steps[0], 2**-8)
 
 
 @pytest.mark.gpu
