@@ -60,11 +60,11 @@ def token_logprobs_of(network: Any, ids_BT: Tensor) -> Tensor:
     head, stream = network.get_output_embeddings(), installed.stream
     # The last position predicts nothing. Cutting the hidden states instead would copy them.
     targets_BT = F.pad(ids_BT[:, 1:], (0, 1), value=-100)
-    with head_known_to_decoder(network, head, tokens=ids_BT.numel(), config=stream.config):
+    with head_known_to_decoder(network, head, tokens=ids_BT.numel(), config=stream.config) as weight:
         hidden_BTE = network.get_decoder()(input_ids=ids_BT, use_cache=False).last_hidden_state
     scores = token_scores(
         hidden_BTE,
-        head.weight,
+        weight(),
         targets_BT,
         bias=head.bias,
         logit_map=stream.logit_map,

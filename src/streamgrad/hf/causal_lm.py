@@ -239,9 +239,12 @@ def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream,
             model.get_output_embeddings(), stream.config, stream.logit_map, arguments, model.config.get_text_config().vocab_size
         )
         restore.enter_context(not_compiled([job.head]))
+        known = head_known_to_decoder(
+            model, job.head, tokens=job.targets.numel(), config=stream.config, looks_up=arguments.get("inputs_embeds") is None
+        )
+        job.weight = restore.enter_context(known)
         restore.enter_context(temporary_attribute(job.head, "forward", job.head_forward))
         restore.enter_context(temporary_attribute(model, "_loss_function", job.loss_function))
-        restore.enter_context(head_known_to_decoder(model, job.head, tokens=job.targets.numel(), config=stream.config))
         try:
             with masks_by_chunk(model, arguments):
                 output = stock(*args, **kwargs)
@@ -268,6 +271,7 @@ class _HeadJob:
         self.items = arguments.get("num_items_in_batch")
         self.is_started = self.is_done = False
         self.passage = Passage()
+        self.weight: Callable[[], Tensor] = lambda: head.weight
         ignore_index = arguments.get("ignore_index", -100)
         shifted = arguments.get("shift_labels")
         # Position t predicts token t + 1; the last position predicts nothing.
@@ -298,7 +302,7 @@ class _HeadJob:
         items = self.items.to(hidden.device) if isinstance(self.items, Tensor) else self.items
         # Only here, inside the head's call, are parameters that an engine shards what the head computes with.
         if self.is_linear and all(map(is_plain, self.head.parameters())):
-            weight, bias = self.head.weight, self.head.bias  # read once: a parametrized weight is computed by reading it
+            weight, bias = self.weight(), self.head.bias
             hidden_NE = flatten(hidden, weight, self.targets)[0]
             total, count = summed_cross_entropy(hidden_NE, weight, bias, self.rows, self.logit_map, divisor=items)
         else:

@@ -7,7 +7,7 @@ with head_known_to_decoder(model, head, tokens=n, config=config):       its head
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -24,7 +24,8 @@ from streamgrad.hf.in_backward import updates_of
 from streamgrad.hf.patching import InstalledForward
 from streamgrad.hf.quantized import bytes_of
 from streamgrad.hf.sharded import bytes_on_their_way, own_bytes, waits_on_host, whole_gradient_bytes
-from streamgrad.memory.costs import KEYS_AT_ONCE, LayerCosts
+from streamgrad.hf.tied_embeddings import HeadWeight
+from streamgrad.memory.costs import KEYS_AT_ONCE, LayerCosts, tied_block_rows
 from streamgrad.memory.head_chunk import SHORTEST_CHUNK
 from streamgrad.memory.planner import Budget, HeadFacts, StepFacts
 from streamgrad.ops.freed_gradient import held_gradient
@@ -94,20 +95,33 @@ def held_bytes(module: nn.Module) -> float:
 
 
 @contextmanager
-def head_known_to_decoder(model: Any, head: nn.Module, *, tokens: int, config: StreamConfig) -> Iterator[None]:
-    """Tell the plan of the model's decoder, within the block, what `head` will hold, streamed over at most `tokens` tokens."""
-    installed = InstalledForward.on(model.get_decoder())
-    if installed is None:
-        yield
-        return
-    frees = bool(installed.stream.planner.hooks_free)
-    facts = head_facts(model, head, tokens=tokens, chunk_size=config.head_chunk_size, hooks_free=frees)
-    with temporary_attribute(installed.stream, "head", facts):
-        yield
+def head_known_to_decoder(
+    model: Any, head: nn.Module, *, tokens: int, config: StreamConfig, looks_up: bool = True
+) -> Iterator[HeadWeight]:
+    """Tell the plan of the model's decoder, within the block, what `head` will hold, streamed over at most `tokens` tokens.
+
+    Yield the weight that the head is to multiply with. `looks_up` says whether embeddings are looked up within the block.
+    """
+    weight = HeadWeight(head, model.get_input_embeddings() if looks_up else None)
+    with ExitStack() as restore:
+        installed = InstalledForward.on(model.get_decoder())
+        if installed is not None:
+            frees = bool(installed.stream.planner.hooks_free)
+            facts = head_facts(
+                model, head, tokens=tokens, chunk_size=config.head_chunk_size, hooks_free=frees, in_blocks=weight.is_tied
+            )
+            restore.enter_context(temporary_attribute(installed.stream, "head", facts))
+        restore.enter_context(weight.shared())
+        yield weight
 
 
-def head_facts(model: Any, head: nn.Module, *, tokens: int, chunk_size: int | str, hooks_free: bool) -> HeadFacts:
-    """Return the sizes of a streamed head over `tokens` targets, and the gradients that all parts outside the layers leave."""
+def head_facts(
+    model: Any, head: nn.Module, *, tokens: int, chunk_size: int | str, hooks_free: bool, in_blocks: bool
+) -> HeadFacts:
+    """Return the sizes of a streamed head over `tokens` targets, and the gradients that all parts outside the layers leave.
+
+    `in_blocks` says that the embeddings' gradient is added to the head's in blocks.
+    """
     # Not `.weight`: ZeRO-3 gathers what is read outside of its module's call, for the whole step.
     embeddings, weight = model.get_input_embeddings(), next(head.parameters())
     # A later stage of a pipeline has no embeddings.
@@ -131,6 +145,11 @@ def head_facts(model: Any, head: nn.Module, *, tokens: int, chunk_size: int | st
         # Where the head is tied to the embeddings, autograd holds its gradient until theirs is computed, `.grad` or not.
         gradient_bytes=sum(outside.values()) + (dense if tied else 0),
         embedding_itemsize=embedding.element_size(),
-        embedding_gradient_bytes=dense,
+        embedding_gradient_bytes=_block_bytes(embedding) if in_blocks else dense,
         weight_bytes=0.0 if tied else held_bytes(head),
     )
+
+
+def _block_bytes(embedding: Tensor) -> int:
+    vocabulary, width = embedding.shape
+    return embedding.element_size() * width * tied_block_rows(vocabulary, width, embedding.element_size())

@@ -24,6 +24,9 @@ from streamgrad.engine.policy import LayerPolicy
 # The most earlier keys that a chunk's backward takes in one call, which bounds what kernels allocate for their keys.
 KEYS_AT_ONCE = 32_768
 
+# The most bytes of a gradient that tied embeddings add to their head's at a time. Every block sorts all ids once more.
+_TIED_BLOCK = 2**27
+
 # A layer that makes more tensors a token than this loops over blocks of tokens: 64 to 256 of them, dozens of tensors a block.
 _LOOPED, _LOOPED_TOKENS = 1 / 16, 4096
 
@@ -270,12 +273,17 @@ def head_parts(hidden_bytes: float, logit_bytes: float, trainable: int, itemsize
     }
 
 
+def tied_block_rows(vocabulary: int, width: int, itemsize: int) -> int:
+    """Return the rows of tied embeddings whose gradient is added to the head's at a time (`head.tied_weight`)."""
+    return max(1, min(vocabulary, _TIED_BLOCK // (width * itemsize)))
+
+
 def embedding_parts(tokens: int, token_bytes: float, *, width_sum_bytes: float, dense_bytes: float) -> Parts:
     """Return what backward holds where it reaches the embeddings.
 
-    There are the gradient that arrives, and the embeddings' own, which is as large as the vocabulary. To make that, torch sums
-    rows of equal ids in fp32, at most ten together: it has room for a sum of every id that there may be, and for one more for
-    every ten tokens.
+    There are the gradient that arrives, and the embeddings' own, which is as large as the vocabulary or, of tied ones, as a block
+    of it. To make that, torch sums rows of equal ids in fp32, at most ten together: it has room for a sum of every id that there
+    may be, and for one more for every ten tokens.
     """
     sums = (tokens / 10 + min(tokens, dense_bytes / token_bytes)) * width_sum_bytes if dense_bytes else 0.0
     return {"hidden states": tokens * token_bytes, "gradients": dense_bytes, "other": sums}

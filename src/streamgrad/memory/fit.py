@@ -94,7 +94,7 @@ def _step(load: Workload, budget_bytes: float) -> Step:
         trainable=shape.head_trainable,
         gradient_bytes=load.gradients(0),
         embedding_itemsize=shape.itemsize,
-        embedding_gradient_bytes=load.embedding_gradient_bytes,
+        embedding_gradient_bytes=load.streamed_embedding_bytes,
         weight_bytes=0.0,  # it is among the resident bytes
     )
     facts = StepFacts(

@@ -42,7 +42,7 @@ def liger_phases(load: Workload) -> list[Phase]:
         Phase("the head", sum_of(before(shape.layers), head)),
         layer(shape.layers - 1),
         layer(0),
-        Phase("the embeddings", sum_of(load.always, gradients, load.at_embeddings)),
+        Phase("the embeddings", sum_of(load.always, gradients, load.at_embeddings(load.embedding_gradient_bytes))),
     ]
 
 

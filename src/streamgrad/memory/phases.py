@@ -21,6 +21,7 @@ from streamgrad.memory.costs import (
     held_in_backward,
     layer_phases,
     sum_of,
+    tied_block_rows,
 )
 
 # Ids, labels and shifted targets, 8 bytes each.
@@ -97,11 +98,17 @@ class Workload:
         return shape.itemsize * (shape.head_trainable if shape.tied else shape.outside_trainable - shape.head_trainable)
 
     @property
-    def at_embeddings(self) -> Parts:
+    def streamed_embedding_bytes(self) -> float:
+        """Return the bytes of that gradient which exist at a time in a streamed step: a block of tied ones, if not sharded."""
+        shape, dense = self.shape, self.embedding_gradient_bytes
+        if not shape.tied or self.gradient_share < 1.0:
+            return dense
+        return min(dense, shape.itemsize * shape.width * tied_block_rows(shape.vocabulary, shape.width, shape.itemsize))
+
+    def at_embeddings(self, dense_bytes: float) -> Parts:
         """Return what there is where backward reaches the embeddings, beside the gradients of the layers and the head."""
-        shape = self.shape
-        sums, dense = max(4, shape.itemsize) * shape.width, self.embedding_gradient_bytes
-        return embedding_parts(self.tokens, shape.profile.costs.input, width_sum_bytes=sums, dense_bytes=dense)
+        sums = max(4, self.shape.itemsize) * self.shape.width
+        return embedding_parts(self.tokens, self.shape.profile.costs.input, width_sum_bytes=sums, dense_bytes=dense_bytes)
 
 
 @dataclass(frozen=True)
@@ -138,7 +145,7 @@ def streamed_phases(load: Workload, policies: Sequence[LayerPolicy], chunk_sizes
             Phase(f"{name} in backward of layer {index}", sum_of(below, parts))
             for name, parts in layer_phases(costs, load.batch, policy, chunk_size).items()
         ]
-    phases.append(_embeddings(load, sum_of(load.always, leaves)))
+    phases.append(_embeddings(load, sum_of(load.always, leaves), load.streamed_embedding_bytes))
     return phases
 
 
@@ -154,7 +161,7 @@ def checkpointing_phases(load: Workload) -> list[Phase]:
     return [
         Phase("the logits", sum_of(before, logits)),
         Phase(f"backward of layer {shape.layers - 1}", layer),
-        _embeddings(load, load.always),
+        _embeddings(load, load.always, load.embedding_gradient_bytes),
     ]
 
 
@@ -180,5 +187,6 @@ def _held(load: Workload, policies: Sequence[LayerPolicy], *, on_host: bool) -> 
     return [dict(zip(names, row, strict=True)) for row in zip(*counts, strict=True)] or [{}] * len(policies)
 
 
-def _embeddings(load: Workload, always: Parts) -> Phase:
-    return Phase("the embeddings", sum_of(always, {"gradients": load.gradients(load.shape.layers)}, load.at_embeddings))
+def _embeddings(load: Workload, always: Parts, dense_bytes: float) -> Phase:
+    gradients = {"gradients": load.gradients(load.shape.layers)}
+    return Phase("the embeddings", sum_of(always, gradients, load.at_embeddings(dense_bytes)))

@@ -36,6 +36,7 @@ from streamgrad.hf.sharded import device_at_work
 from streamgrad.hf.shared_prefixes import SharedBatch, has_gaps, share_prefixes
 from streamgrad.hf.sharing_refusal import sharing_refusal
 from streamgrad.hf.step_facts import head_known_to_decoder
+from streamgrad.hf.tied_embeddings import HeadWeight
 from streamgrad.parallel import make_zero3_leaves, shared_slice
 from streamgrad.trl.sliced_rows import scored_in_slices
 
@@ -103,13 +104,15 @@ def _scored(
             return scored_in_slices(score, group, labels=labels, num_items_in_batch=num_items_in_batch, **kwargs)
         shared = shared_slice(shared, group)
     scored = targets_BT if shared is None else shared.targets
-    with head_known_to_decoder(model, _linear_head(model), tokens=scored.numel(), config=stream.config):
+    looks_up = given.get("inputs_embeds") is None
+    known = head_known_to_decoder(model, _linear_head(model), tokens=scored.numel(), config=stream.config, looks_up=looks_up)
+    with known as weight:
         if shared is None:
             output = model.base_model(*args, **kwargs | {"use_cache": False})
             hidden_BTE = output.last_hidden_state
         else:
             hidden_BTE = shared.hidden_states_of(model)  # asked for a refusal above
-    scores = _scores(model, stream, hidden_BTE, scored)
+    scores = _scores(model, stream, weight, hidden_BTE, scored)
     # Not views, in which an engine's hooks would be lost.
     scores = {name: score[:, :length].clone() if shared is None else shared.unshared(score) for name, score in scores.items()}
     mask = (targets_BT != _IGNORED)[:, :length].to(scores["log_probs"].device)
@@ -144,7 +147,7 @@ def _shared(model: Any, given: dict[str, Any], labels: Tensor) -> SharedBatch | 
     return shared if is_next else None
 
 
-def _scores(model: Any, stream: ScoringStream, hidden_BTE: Tensor, targets_BT: Tensor) -> dict[str, Tensor]:
+def _scores(model: Any, stream: ScoringStream, weight: HeadWeight, hidden_BTE: Tensor, targets_BT: Tensor) -> dict[str, Tensor]:
     """Return the scores, computed inside the head module's own call, where engines that shard weights have gathered them."""
     outer, head = model.get_output_embeddings(), _linear_head(model)
     passage, names = Passage(), list[str]()
@@ -152,7 +155,7 @@ def _scores(model: Any, stream: ScoringStream, hidden_BTE: Tensor, targets_BT: T
     def forward(hidden_BTE: Tensor) -> Tensor:
         scores = token_scores(
             hidden_BTE,
-            head.weight,
+            weight(),
             targets_BT,
             fields=stream.fields,
             bias=head.bias,
