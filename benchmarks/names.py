@@ -12,10 +12,12 @@ import typer
 from streamgrad.cli.outputs import writable_file
 
 # In the order in which they run: Liger patches transformers for the whole process, so its kernels come after everything else, and
-# its fused loss last. "nockpt" keeps everything, "compile" compiles layers one by one, "sac" checkpoints selectively.
+# its fused loss last. "nockpt" keeps everything, "compile" compiles layers one by one, "sac" checkpoints selectively, "host"
+# keeps weights on the host.
 METHODS = (
     "hf", "hf-nockpt", "hf-compile", "hf-compile-nockpt", "hf-sac", "mst",
-    "streamgrad", "streamgrad-compile", "streamgrad-fsdp2", "streamgrad-zero3", "streamgrad-liger",
+    "streamgrad", "streamgrad-compile", "streamgrad-fsdp2", "streamgrad-fsdp2-host", "streamgrad-zero3",
+    "streamgrad-liger",
     "liger", "liger-offload", "liger-nockpt",
 )  # fmt: skip
 

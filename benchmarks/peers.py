@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
@@ -62,15 +62,19 @@ def add_trl_head(network: PreTrainedModel) -> None:
     utils.add_fused_lm_head(network, outputs=("log_probs", "entropy"))
 
 
-def shard_for_one_rank(network: PreTrainedModel, device: torch.device) -> None:
-    """Shard by FSDP2 as for several GPUs, with this process as the only rank: what the engine itself costs a step."""
+def shard_for_one_rank(network: PreTrainedModel, device: torch.device, *, on_host: bool) -> None:
+    """Shard by FSDP2 as for several GPUs, with this process as the only rank: what the engine itself costs a step.
+
+    With `on_host`, weights wait in pinned memory and their gradients go there, as with `streamgrad train --weights host`.
+    """
+    policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if on_host else OffloadPolicy()
     _be_the_only_rank(device)
     mesh = init_device_mesh(device.type, (1,))
     ends = [network.get_input_embeddings(), network.get_output_embeddings()]
     # Units of their own, or both would stay gathered for the whole step; a weight that they share can be in one unit only.
     apart = [] if ends[0].weight is ends[1].weight else ends
     for unit in [*apart, *decoder_layers(network.get_decoder()), network]:
-        fully_shard(unit, mesh=mesh)
+        fully_shard(unit, mesh=mesh, offload_policy=policy)
 
 
 def zero3_for_one_rank(network: PreTrainedModel, device: torch.device) -> Any:

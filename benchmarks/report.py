@@ -20,7 +20,9 @@ from benchmarks.selection import Record, Records, automatic_steps, latest, read_
 from benchmarks.words import STEP_METHODS, TIMED_METHODS, gb, markdown_table, ms, no_record, not_run, or_dash, origin, picture
 
 BATCH_TOKENS = 9_000
-ENGINE_METHODS = {"streamgrad-fsdp2": "FSDP2", "streamgrad-zero3": "DeepSpeed ZeRO-3"}
+ENGINE_METHODS = {
+    "streamgrad-fsdp2": "FSDP2", "streamgrad-fsdp2-host": "FSDP2, weights on the host", "streamgrad-zero3": "DeepSpeed ZeRO-3",
+}  # fmt: skip
 
 
 def write_report(results: Path, out: Path) -> list[Path]:

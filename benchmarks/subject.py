@@ -70,8 +70,8 @@ class Subject:
             compile_layers(network)
         if method == "mst":
             split_mlps(network)
-        if method == "streamgrad-fsdp2":
-            shard_for_one_rank(network, device)
+        if method.startswith("streamgrad-fsdp2"):
+            shard_for_one_rank(network, device, on_host=method.endswith("-host"))
         engine = zero3_for_one_rank(network, device) if method == "streamgrad-zero3" else None
         return cls(method, objective, network, reference, engine)
 

@@ -295,15 +295,16 @@ def test_a_step_with_layers_compiled(tiny_preset):
     assert [record.policy["compile_layers"] for record in (ours, compiled)] == [False, True]
 
 
+@pytest.mark.parametrize("method", ["streamgrad-fsdp2", "streamgrad-fsdp2-host"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_step_under_fsdp2(tied, tiny_preset):
+def test_a_step_under_fsdp2(tied, method, tiny_preset):
     """With one rank. The step and its memory are there, and the group can be left."""
     names.presets()["tiny"]["tie_word_embeddings"] = tied
     try:
-        alone, sharded = step.measure_steps(**tiny_preset | {"methods": ["streamgrad", "streamgrad-fsdp2"]})
+        alone, sharded = step.measure_steps(**tiny_preset | {"methods": ["streamgrad", method]})
     finally:
         torch.distributed.destroy_process_group()
-    assert (alone.method, sharded.method) == ("streamgrad", "streamgrad-fsdp2")
+    assert (alone.method, sharded.method) == ("streamgrad", method)
     assert sharded.error is None and sharded.step_ms > 0 and sharded.policy["plan"] == alone.policy["plan"]
 
 

@@ -127,3 +127,28 @@ def test_one_gradient_less():
             peaks[tied] = live.peak_bytes
     # Two where autograd does not add in place, as under a mode that counts.
     assert peaks[False] - peaks[True] > 0.95 * model.lm_head.weight.nbytes
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("count", [50, 5000], ids=["few tokens", "sorted tokens"])
+def test_as_exact_as_autograd_on_a_gpu(count):
+    """torch has two kernels there, by the number of tokens. Rows of equal ids are many, and their order is the kernels' own."""
+    torch.manual_seed(0)
+    weight = torch.randn(ROWS, WIDTH, device="cuda")
+    ids, factor = torch.randint(ROWS, (1, count), device="cuda"), torch.randn(1, count, WIDTH, device="cuda")
+    hidden = torch.randn(9, WIDTH, device="cuda")
+
+    def gradient(embedded_with, dtype):
+        leaf = weight.to(torch.bfloat16).to(dtype).requires_grad_()
+        embedded, of_head = embedded_with(ids, leaf, None)
+        term, product = embedded * factor.to(torch.bfloat16).to(dtype), F.linear(hidden.to(torch.bfloat16).to(dtype), of_head)
+        (term.sum() + product.sum()).backward()
+        return leaf.grad
+
+    def plainly(ids, leaf, padding):
+        return F.embedding(ids, leaf, padding), leaf
+
+    truth = gradient(plainly, torch.float64)
+    plain, ours = (relative_error(gradient(each, torch.bfloat16), truth) for each in (plainly, embedded_with_tied_weight))
+    assert ours <= 1.2 * plain < 0.02

@@ -43,7 +43,7 @@ def why_not(record: dict) -> str | None:
         return "Liger's kernels are not estimated"
     if record["method"] in ("mst", "hf-nockpt", "hf-compile", "hf-compile-nockpt", "hf-sac"):
         return "mini-sequences and other peers than checkpointing are not estimated"
-    if record["method"] in ("streamgrad-fsdp2", "streamgrad-zero3"):
+    if record["method"].startswith(("streamgrad-fsdp2", "streamgrad-zero3")):
         return "what an engine holds where one rank is all there is is not estimated"
     if record.get("accumulates"):
         return "its gradients were there before"
