@@ -163,6 +163,7 @@ def _measure_method(
     session: Session,
 ) -> Iterator[StepRecord]:
     """Yield the records of one method, whose model is built once for all of its cells."""
+    torch.compiler.reset()  # torch compiles a class a few times only, and methods before this one compiled it too
     clear_memory()
     method, model, training, objective = (pending[0][0][name] for name in ("method", "model", "training", "objective"))
     subject = Subject.build(method, model, training=training, objective=objective, layers=layers, device=timing.device)
