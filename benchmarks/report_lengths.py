@@ -146,8 +146,9 @@ def _longest_predicted(records: Records, theirs: dict[str, Any]) -> list[str]:
     header = ["objective", "model", "host memory", "longest, predicted", "of the paper's", "plan", "a step at 97 %"]
     return [
         "What the planner gives as the longest sequence of a step in 79 GiB, without host memory and with it, where layers keep "
-        "the input of every n-th (`recompute_layers`). Predictions are confirmed by a step at 97 % of them, of as few of the "
-        "model's last layers as have its plan, with ballast for the others on the device and on the host.",
+        "the input of every n-th (`recompute_layers`). Predictions are confirmed by a step at 97 % of them: of the last layer "
+        "or, where its input is recomputed, of the last two, with ballast on the device and on the host for what the others hold "
+        "at most at a time.",
         markdown_table(header, rows),
         *([origin(used)] if used else []),
         "Predictions: "

@@ -27,6 +27,7 @@ from streamgrad.hf.discover import decoder_layers
 from streamgrad.hf.estimate import Estimator, estimator_of
 from streamgrad.hf.estimate_options import Options
 from streamgrad.hf.report import Outlook
+from streamgrad.memory.costs import held_in_backward
 from streamgrad.memory.device import available_host_bytes
 from streamgrad.memory.this_machine import machine
 
@@ -129,47 +130,54 @@ class TrainingCase:
             return StreamConfig(keep=self.keep, offload=self.offload, recompute_layers=self.recompute_layers)
         plan = self.outlook.plan
         assert plan is not None
-        last = plan.policies[-self.layers :]
-        if last[0].recomputed or len({policy.on_host for policy in last}) > 1:
+        places = {policy.on_host for policy in plan.policies[-self.layers :]}
+        in_segments = any(policy.recomputed for policy in plan.policies)
+        if (in_segments and self.layers > self.last_segment) or len(places) > 1:
             raise ValueError(
-                f"layers={self.layers} of the plan of the whole model ({plan}) are not alike, or no whole segments. Pass "
-                f"{self.last_segment}."
+                f"layers={self.layers} of the plan of the whole model ({plan}) are not alike, or of more than one segment. Pass "
+                f"{self.fewest_layers}."
             )
-        place = "host" if last[0].on_host else "none"
-        return StreamConfig(keep="input", offload=place, recompute_layers=self.segment)  # chunks are planned beside the ballast
+        place = "host" if places.pop() else "none"
+        segment = self.layers if in_segments else 1
+        return StreamConfig(keep="input", offload=place, recompute_layers=segment)  # chunks are planned beside the ballast
 
     @property
-    def segment(self) -> int:
-        """Return the layers of which the plan keeps one input."""
-        return (*self._kept_inputs, self._all_layers)[1]
+    def fewest_layers(self) -> int:
+        """Return how many layers show all that the plan does: one that keeps its input, and one whose is recomputed, if any is."""
+        return min(2, self.last_segment)
 
     @property
     def last_segment(self) -> int:
         """Return the last layers of which the plan keeps one input: fewer than others have where they do not divide the model."""
-        return self._all_layers - self._kept_inputs[-1]
-
-    @property
-    def _kept_inputs(self) -> list[int]:
         assert self.outlook.plan is not None
-        return [index for index, policy in enumerate(self.outlook.plan.policies) if not policy.recomputed]
+        kept = [index for index, policy in enumerate(self.outlook.plan.policies) if not policy.recomputed]
+        return self._all_layers - kept[-1]
+
+    def _inputs_held_elsewhere(self, *, on_host: bool) -> int:
+        """Return how many inputs of layers that are not built are in one of the two memories, at most at a time."""
+        assert self.outlook.plan is not None and self.layers is not None
+        policies = self.outlook.plan.policies
+        held = held_in_backward(policies, {policy: float(policy.on_host == on_host) for policy in policies})
+        own = self.layers if policies[-1].on_host == on_host else 0
+        return int(max(held)) - own
 
     def ballast(self, network: Any) -> tuple[int, int]:
         """Return the bytes, on the device and on the host, of layers that were not built."""
-        plan, layers = self.outlook.plan, decoder_layers(network.get_decoder())
-        assert plan is not None
+        if self.layers is None:
+            return 0, 0
+        layers = decoder_layers(network.get_decoder())
         missing = self._all_layers - len(layers)
         tokens = ROWS[self.objective] * self.tokens
         input_bytes = tokens * network.config.hidden_size * network.dtype.itemsize
-        kept = [policy.on_host for policy in plan.policies[:missing] if not policy.recomputed]
         trained = sum(parameter.nbytes for parameter in layers[0].parameters() if parameter.requires_grad)
         device = ballast_of_missing_layers(
-            self.model, kept_bytes=kept.count(False) * input_bytes, has_copy=self.has_copy,
+            self.model, kept_bytes=self._inputs_held_elsewhere(on_host=False) * input_bytes, has_copy=self.has_copy,
             frees_gradients=self.optimizer == "host" or "in-backward" in self.optimizer,
             states=_STATE_SIZES.get(self.optimizer, 0),
         )(network, tokens)  # fmt: skip
         # The copy that a host optimizer steps, its gradient and two moments.
         on_host = missing * 4 * trained if self.optimizer == "host" else 0
-        return device, kept.count(True) * input_bytes + on_host
+        return device, self._inputs_held_elsewhere(on_host=True) * input_bytes + on_host
 
 
 def optimizer_for(name: str, network: torch.nn.Module) -> torch.optim.Optimizer | None:
