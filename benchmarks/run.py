@@ -36,7 +36,8 @@ class RunRecord:
     """Records one method's run: for each step its tokens, time and loss, None where memory ran out.
 
     `tokens_per_second` counts every step, the first with all that is compiled in it and those that ran out of memory, whose
-    tokens do not count; `later_tokens_per_second` leaves the first out. Peaks and plans are as in a `StepRecord`.
+    tokens do not count; `later_tokens_per_second` leaves the first out. Peaks and plans are as in a `StepRecord`. `settled_ms`
+    are the times of the same steps once their lengths are no longer new, where these were measured too.
     """
 
     benchmark: str = "run"
@@ -47,6 +48,7 @@ class RunRecord:
     layers: int
     lengths: list[int]
     step_ms: list[float]
+    settled_ms: list[float] | None = None
     losses: list[float | None]
     out_of_memory: int
     tokens_per_second: float
@@ -80,9 +82,13 @@ def measure_run(
     device: torch.device,
     command: str,
     layers: int | None = None,
+    settles: bool = False,
     session: Session = EVERYTHING,
 ) -> RunRecord | None:
-    """Return the record of a run, each of whose steps the session is told, or None if the session has it."""
+    """Return the record of a run, each of whose steps the session is told, or None if the session has it.
+
+    With `settles` the run is repeated until the program has met every length three times.
+    """
     cell = {
         "benchmark": "run", "method": method, "model": model, "training": training, "lengths": list(lengths), "command": command,
         "device": device_name(device), "versions": versions(*_PACKAGES), "allocator": allocator_settings(),
@@ -92,23 +98,33 @@ def measure_run(
     subject = Subject.build(method, model, training=training, objective="sft", layers=layers, device=device)
     trained = [parameter for parameter in subject.network.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
-    step_ms: list[float] = []
-    losses: list[float | None] = []
     with subject.enabled(StreamConfig()):
-        for place, tokens in enumerate(lengths):
-            start = time.perf_counter()
-            losses.append(_step(subject, optimizer, _batch(place, tokens, subject.network.config.vocab_size).to(device)))
-            step_ms.append(1e3 * (time.perf_counter() - start))
-            session.tell(f"step {place + 1}: {tokens:,} tokens, {step_ms[-1]:,.0f} ms, loss {losses[-1]}")
+        step_ms, losses = _steps(subject, optimizer, lengths, device, session)
         outcome = subject.outcome(StreamConfig())
+        settled_ms = [_steps(subject, optimizer, lengths, device, session)[0] for _ in range(2 * settles)]
     on_cuda = device.type == "cuda"
     return RunRecord(
         **cell, optimizer="AdamW, fused", layers=subject.network.config.num_hidden_layers, step_ms=step_ms, losses=losses,
+        settled_ms=settled_ms[-1] if settles else None,
         out_of_memory=losses.count(None), tokens_per_second=_rate(lengths, step_ms, losses),
         later_tokens_per_second=_rate(lengths[1:], step_ms[1:], losses[1:]) if len(lengths) > 1 else None,
         peak_bytes=torch.cuda.max_memory_allocated(device) if on_cuda else None,
         reserved_bytes=torch.cuda.max_memory_reserved(device) if on_cuda else None, **outcome,
     )  # fmt: skip
+
+
+def _steps(
+    subject: Subject, optimizer: torch.optim.Optimizer, lengths: Sequence[int], device: torch.device, session: Session
+) -> tuple[list[float], list[float | None]]:
+    """Return milliseconds and loss of a step on each length in turn."""
+    step_ms: list[float] = []
+    losses: list[float | None] = []
+    for place, tokens in enumerate(lengths):
+        start = time.perf_counter()
+        losses.append(_step(subject, optimizer, _batch(place, tokens, subject.network.config.vocab_size).to(device)))
+        step_ms.append(1e3 * (time.perf_counter() - start))
+        session.tell(f"step {place + 1}: {tokens:,} tokens, {step_ms[-1]:,.0f} ms, loss {losses[-1]}")
+    return step_ms, losses
 
 
 def _batch(place: int, tokens: int, vocabulary: int) -> Tensor:

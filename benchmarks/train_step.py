@@ -143,7 +143,7 @@ class TrainingCase:
 
     @property
     def fewest_layers(self) -> int:
-        """Return how many layers show all that the plan does: one that keeps its input, and one whose is recomputed, if any is."""
+        """Return how many layers show all that the plan does: one that keeps its input, and one whose is recomputed, if any."""
         return min(2, self.last_segment)
 
     @property

@@ -31,6 +31,9 @@ def bench_run(
     mean: Annotated[int, typer.Option(min=2, help="Mean tokens of a sequence.")] = 10_000,
     longest: Annotated[int, typer.Option(min=2, help="Longer sequences are cut to this.")] = 48_000,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers of the models.", show_default="all")] = None,
+    settle: Annotated[
+        bool, typer.Option("--settle", help="Run all steps twice more, and record the last time of each: what new lengths cost.")
+    ] = False,
     device: Annotated[str | None, _DEVICE] = None,
     resume: Annotated[bool, typer.Option("--resume", help=RESUME)] = False,
     out: Annotated[Path, ROWS_FILE] = MEASURED / "run.jsonl",
@@ -44,6 +47,8 @@ def bench_run(
     `python -m benchmarks run`
 
     `python -m benchmarks run --model qwen3-4b:full --method streamgrad --method liger-nockpt --steps 10`
+
+    `python -m benchmarks run --model qwen3-4b:full --method streamgrad --steps 60 --settle`
     """
     models, methods = model or ["qwen3-4b:full", "qwen3-8b:lora"], method or ["streamgrad", "liger"]
     for name in models:
@@ -54,7 +59,7 @@ def bench_run(
             raise ValueError(f"--method must be one of {', '.join(METHODS)}, got {name!r}.")
     same = {
         "steps": unless(steps, 30), "mean": unless(mean, 10_000), "longest": unless(longest, 48_000), "layers": layers,
-        "device": device,
+        "settle": settle, "device": device,
     }  # fmt: skip
     pairs = [(one, other) for one in models for other in methods]
     if len(pairs) > 1:
@@ -69,6 +74,7 @@ def bench_run(
     console.print(f"{models[0]} {methods[0]}", soft_wrap=True)
     record = measure_run(
         model=preset, training=training, method=methods[0], lengths=lengths_of_run(steps, mean, longest), layers=layers,
+        settles=settle,
         device=chosen_device(device, one_thread=False), command=command_line("run", model=models[0], method=methods[0], **same),
         session=Session(rows_in(out) if resume else (), lambda told: console.print(told, soft_wrap=True)),
     )  # fmt: skip

@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import training_commands
+from benchmarks import report_training, training_commands
 from benchmarks.commands import app
 from benchmarks.lengths import cells
 from benchmarks.longest import predict, predictions_in
@@ -82,6 +82,20 @@ def test_a_run_that_is_there_is_not_repeated(invoke, tmp_path):
     for _ in range(2):
         result = invoke(command + " --resume")
     assert "measured before" in result.output and len(rows_in(tmp_path / "run.jsonl")) == 1
+
+
+def test_what_new_lengths_cost(invoke, tmp_path, monkeypatch):
+    """Lengths are met three times and the last times count, but for the first steps; such a run is not among the others."""
+    monkeypatch.setattr(report_training, "_FIRST_STEPS", 1)
+    out = tmp_path / "run.jsonl"
+    result = invoke(RUN.format("full", "streamgrad", out) + " --settle")
+    assert result.exit_code == 0 and result.output.count("step 3:") == 3, (result.output, result.exception)
+    (row,) = rows_in(out)
+    assert len(row["settled_ms"]) == len(row["step_ms"]) == 4 and row["settled_ms"] != row["step_ms"]
+    assert row["command"].endswith("--settle --device cpu")
+    row |= {"step_ms": [9e3, 1000.0, 1120.0, 2000.0], "settled_ms": [1e3, 1000.0, 1000.0, 2000.0]}
+    text = "\n".join(runs({"run": [row, row | {"settled_ms": None}]}, {}))
+    assert "| 3 | 4.1 s | 4.0 s | +3.0% |" in text and text.count("tiny full") == 2
 
 
 def test_every_method_runs_in_a_process_of_its_own(invoke, tmp_path, monkeypatch):
