@@ -21,12 +21,10 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _module
 
 from streamgrad.engine.grad_accumulator import GradAccumulator, linear, may_be_deferred
+from streamgrad.engine.linear_maps import is_plain_linear, is_watched
 from streamgrad.engine.module_walk import modules_of
 from streamgrad.engine.temporary import temporary_attributes
 from streamgrad.ops.deferred import Deferred
-
-# torch's own at import time, to compare with: a program may replace them later.
-_LINEAR = nn.Linear, nn.Linear.forward, nn.Module.__call__
 
 _Map = weakref.ref[nn.Module]  # which may hold on to its layer, by a hook that somebody has given it
 
@@ -56,7 +54,7 @@ class UnreadProducts:
         if self._maps == [] or not self._is_worthwhile:
             return nullcontext()
         modules = modules_of(self._layer)[1:]
-        if any(map(_is_watched, modules)) or _module._has_any_global_hook() or torch._C._len_torch_function_stack():
+        if any(map(is_watched, modules)) or _module._has_any_global_hook() or torch._C._len_torch_function_stack():
             return nullcontext()
         if self._maps is None:
             self._made, forward = {}, self._noted
@@ -100,22 +98,6 @@ def _terms(out: Tensor, made: dict[Any, nn.Module]) -> list[nn.Module]:
             seen |= following
             nodes += following
     return found
-
-
-def _is_watched(module: nn.Module) -> bool:
-    """Return whether somebody may be given the module's output, or a gradient of it, beside its caller."""
-    return bool(module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
-
-
-def nobody_watches(module: nn.Module) -> bool:
-    """Return whether only the caller gets a linear map's output: it is torch's own, and no hook or function mode sees it."""
-    hooks = _is_watched(module) or _module._global_forward_hooks or torch._C._len_torch_function_stack()
-    return is_plain_linear(module) and not hooks
-
-
-def is_plain_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear map as torch has it, which nobody has changed."""
-    return (type(module), nn.Linear.forward, nn.Module.__call__) == _LINEAR and "forward" not in module.__dict__
 
 
 def _forward(module: Any, input: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _module
 from transformers import activations
 
+from streamgrad.engine.linear_maps import nobody_watches
 from streamgrad.engine.temporary import temporary_attributes
-from streamgrad.engine.unread import nobody_watches
 from streamgrad.ops.fused import Norm, gated, rms_norm, rotary
 
 

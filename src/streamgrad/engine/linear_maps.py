@@ -1,0 +1,26 @@
+"""Whether a linear map is torch's own, and who is given its output beside its caller: hooks and function modes."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.modules import module as _module
+
+# torch's own at import time, to compare with: a program may replace them later.
+_LINEAR = nn.Linear, nn.Linear.forward, nn.Module.__call__
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Return whether a module is a linear map as torch has it, which nobody has changed."""
+    return (type(module), nn.Linear.forward, nn.Module.__call__) == _LINEAR and "forward" not in module.__dict__
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Return whether somebody may be given the module's output, or a gradient of it, beside its caller."""
+    return bool(module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
+
+
+def nobody_watches(module: nn.Module) -> bool:
+    """Return whether only the caller gets a linear map's output: it is torch's own, and no hook or function mode sees it."""
+    hooks = is_watched(module) or _module._global_forward_hooks or torch._C._len_torch_function_stack()
+    return is_plain_linear(module) and not hooks
