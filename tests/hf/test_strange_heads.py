@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
@@ -169,6 +170,20 @@ def test_a_head_that_is_another_one_in_chunks_is_refused(kind, words, head_chunk
     streamgrad.enable(model, chunk_size=7, head_chunk_size=head_chunk_size)
     with pytest.raises(ValueError, match=words):
         model(**batches.plain(model))
+
+
+@pytest.mark.parametrize("saved", [["embed_tokens"], ["embed_tokens", "lm_head"]])
+def test_a_head_that_says_its_columns_are_its_rows(saved):
+    """PEFT makes one for `ensure_weight_tying`, with the embeddings' weight."""
+    config = LoraConfig(r=3, target_modules=["q_proj"], modules_to_save=saved, ensure_weight_tying=True)
+    with no_float32():
+        model = get_peft_model(tiny_model("qwen3"), config)
+        head = model.get_base_model().get_output_embeddings()
+        assert (head.out_features, len(head.weight)) == (24, VOCABULARY)
+        batch = batches.plain(model)
+        expected = run_step(model, batch)
+        streamgrad.enable(model, **OPTIONS)
+        assert_same_step(run_step(model, batch), expected, tolerance=1e-10)
 
 
 def test_a_head_with_fewer_rows_than_it_says_is_refused():

@@ -12,9 +12,11 @@ import streamgrad
 from gradients import assert_same_step, no_float32, relative_error, run_step
 from streamgrad.head import tied_weight
 from streamgrad.head.tied_weight import embedded_with_tied_weight
+from streamgrad.hf import step_facts
+from streamgrad.hf.patching import InstalledForward
 from streamgrad.hf.tied_embeddings import HeadWeight
 from streamgrad.memory.live_bytes import LiveBytes
-from tiny import tiny_model, tokens
+from tiny import VOCABULARY, tiny_model, tokens
 
 ROWS, WIDTH = 23, 6
 
@@ -112,6 +114,154 @@ def test_adapters_leave_it_frozen():
     assert_same_step(run_step(model, batch), expected, tolerance=1e-10)
 
 
+def quantised_while_called(module):
+    """Give a module rounded weights for the time of its call, as straight-through quantisation does."""
+
+    def before(module, args):
+        module.kept = module.weight.data
+        module.weight.data = (module.kept * 4).round() / 4
+
+    def after(module, args, output):
+        module.weight.data = module.kept
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after)
+
+
+def swapped_while_called(module):
+    """Give a module another parameter for the time of its call, which is a function of its own."""
+
+    def before(module, args):
+        module.kept = module._parameters["weight"]
+        module._parameters["weight"] = module.kept * 2.0
+
+    def after(module, args, output):
+        module._parameters["weight"] = module.kept
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after)
+
+
+@pytest.mark.parametrize("change", [quantised_while_called, swapped_while_called])
+@pytest.mark.parametrize("changed", ["head", "embeddings"])
+def test_weights_that_differ_in_one_of_the_two_calls(changed, change):
+    model, batch = tied_model(), {"input_ids": tokens(2, 24), "labels": tokens(2, 24)}
+    change(model.lm_head if changed == "head" else model.get_input_embeddings())
+    expected = run_step(model, batch)
+    streamgrad.enable(model, chunk_size=8)
+    assert_same_step(run_step(model, batch), expected, tolerance=1e-10)
+
+
+def looks_up_and_differentiates(model):
+    """A hook in the middle of the model looks tokens up itself, and runs backward through them at once."""
+    embeddings = model.get_input_embeddings()
+    model.model.norm.register_forward_pre_hook(lambda *_: embeddings(tokens(1, 5)).square().sum().backward())
+
+
+def input_is_a_leaf(model):
+    """The layers get a leaf in the place of the embeddings, which have a loss of their own."""
+    kept = []
+
+    def hook(module, args, output):
+        kept.append(output)
+        return output.detach().requires_grad_()
+
+    model.get_input_embeddings().register_forward_hook(hook)
+    model.register_forward_hook(lambda *_: kept.pop().square().sum().backward())
+
+
+@pytest.mark.parametrize("change", [looks_up_and_differentiates, input_is_a_leaf])
+def test_graphs_that_are_apart_in_the_stock_model(change):
+    model, batch = tied_model(), {"input_ids": tokens(2, 24), "labels": tokens(2, 24)}
+    change(model)
+    expected = run_step(model, batch)
+    streamgrad.enable(model, chunk_size=8)
+    assert_same_step(run_step(model, batch), expected, tolerance=1e-10)
+
+
+def test_second_derivative_of_embeddings_alone():
+    """A penalty on the embeddings' own gradient has no streamed layer in it."""
+    model, batch = tied_model(), {"input_ids": tokens(2, 24), "labels": tokens(2, 24), "output_hidden_states": True}
+
+    def forward(model, batch):
+        out = model(**batch)
+        weight = model.lm_head.weight
+        (gradient,) = torch.autograd.grad(out.hidden_states[0].pow(3).sum(), weight, create_graph=True)
+        return out.loss + gradient.square().sum()
+
+    expected = run_step(model, batch, forward=forward)
+    streamgrad.enable(model, chunk_size=8)
+    assert_same_step(run_step(model, batch, forward=forward), expected, tolerance=1e-10)
+
+
+def test_ids_that_are_changed_before_backward():
+    model, ids = tied_model(), tokens(2, 24)
+    streamgrad.enable(model, chunk_size=8)
+    loss = model(input_ids=ids, labels=ids.clone()).loss
+    ids.add_(1)
+    with pytest.raises(RuntimeError, match="an input of the embeddings was modified in place between forward and backward"):
+        loss.backward()
+
+
+def test_compiled_embeddings_are_left_alone():
+    model, batch = tied_model(), {"input_ids": tokens(2, 24), "labels": tokens(2, 24)}
+    expected = run_step(model, batch)
+    model.get_input_embeddings().compile(backend="eager")
+    streamgrad.enable(model, chunk_size=8)
+    assert_same_step(run_step(model, batch), expected, tolerance=1e-10)
+
+
+def test_module_of_two_models_is_as_it_was():
+    """The one is called while the other runs."""
+    outer, inner = tied_model(), tied_model()
+    shared, ids = outer.get_input_embeddings(), tokens(2, 24)
+    inner.set_input_embeddings(shared)
+    inner.lm_head.weight = shared.weight
+    for model in (outer, inner):
+        streamgrad.enable(model, chunk_size=8)
+    losses = []
+    hook = outer.model.norm.register_forward_pre_hook(lambda *_: losses.append(inner(input_ids=ids, labels=ids).loss))
+    (outer(input_ids=ids, labels=ids).loss + losses[0]).backward()
+    actual, shared.weight.grad = shared.weight.grad, None
+    assert "forward" not in vars(shared)
+    hook.remove()
+    for model in (outer, inner):
+        streamgrad.disable(model)
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert relative_error(actual, shared.weight.grad) < 1e-10
+
+
+class OwnLookup(torch.nn.Embedding):
+    def forward(self, ids):
+        return self.weight[ids]
+
+
+def usual(embeddings):
+    pass
+
+
+def by_frequency(embeddings):
+    embeddings.scale_grad_by_freq = True
+
+
+def own_lookup(embeddings):
+    embeddings.__class__ = OwnLookup
+
+
+@pytest.mark.parametrize(("change", "rows"), [(usual, 7), (by_frequency, VOCABULARY), (own_lookup, VOCABULARY)])
+def test_plan_knows_what_will_be_shared(change, rows, monkeypatch):
+    """By the time of the first layer, when the plan is made."""
+    monkeypatch.setattr(step_facts, "tied_block_rows", lambda vocabulary, width, itemsize: 7)
+    model, seen = tied_model(), []
+    change(model.get_input_embeddings())
+    streamgrad.enable(model, chunk_size=8)
+    decoder = model.get_decoder()
+    decoder.layers[0].register_forward_pre_hook(lambda *_: seen.append(InstalledForward.on(decoder).stream.head))
+    model(input_ids=tokens(2, 24), labels=tokens(2, 24)).loss.backward()
+    assert seen[0].embedding_gradient_bytes == rows * model.config.hidden_size * 8
+    assert InstalledForward.on(decoder).stream.head is None
+
+
 def test_one_gradient_less():
     """Counted: at the end of backward, at least one gradient of the vocabulary's size fewer than with each use's own."""
     model = tied_model(vocab_size=4096, num_hidden_layers=1, pad_token_id=None)
@@ -119,7 +269,7 @@ def test_one_gradient_less():
     streamgrad.enable(model, chunk_size=8)
     peaks = {}
     for tied in (True, False):
-        with mock.patch.object(HeadWeight, "is_tied", tied):
+        with mock.patch.object(HeadWeight, "_may_be_shared", lambda self, embeddings, tied=tied: tied):
             model.zero_grad()
             loss = model(input_ids=ids, labels=ids).loss
             with LiveBytes() as live:

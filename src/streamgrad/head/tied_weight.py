@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streamgrad.engine.guards import check_versions
 from streamgrad.memory.costs import tied_block_rows
-from streamgrad.ops.autograd import Function, first_order_only
+from streamgrad.ops.autograd import Function
 from streamgrad.ops.memory_label import labelled
 
 
@@ -35,23 +36,25 @@ def embedded_with_tied_weight(ids: Tensor, weight_VE: Tensor, padding_idx: int |
 class _Tied(Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight_VE: Tensor, padding: int) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(ids)
+        # Not by `save_for_backward`: a program may run backward through the one output and later through the other, whose graphs
+        # were apart without this node.
+        ctx.ids, ctx.version = ids, ids._version
         ctx.padding, ctx.vocabulary = padding, len(weight_VE)
         ctx.set_materialize_grads(False)
         return torch.embedding(weight_VE, ids), weight_VE.detach()
 
     @staticmethod
-    @first_order_only
     @labelled("gradients")
     def backward(ctx: Any, dembedded: Tensor | None, dhead_VE: Tensor | None) -> tuple[None, Tensor | None, None]:
-        (ids,) = ctx.saved_tensors
+        ids = ctx.ids
         if dembedded is None:
             return None, dhead_VE, None
+        check_versions([ids], [ctx.version], "the embeddings")
         if dhead_VE is None:
             return None, _rows_gradient(dembedded, ids, ctx.vocabulary, ctx.padding), None
         block = tied_block_rows(ctx.vocabulary, dhead_VE.shape[1], dhead_VE.element_size())
         for first in range(0, ctx.vocabulary, block):
-            # Streamed heads return a gradient that nobody else has, so it may be changed.
+            # Streamed heads return a gradient that nobody else has, and none that can be differentiated; so it may be changed.
             total = dhead_VE[first : first + block]
             outside = (ids < first) | (ids >= first + len(total)) | (ids == ctx.padding)
             places = (ids - first).masked_fill_(outside, len(total))

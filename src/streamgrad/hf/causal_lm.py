@@ -47,7 +47,7 @@ from streamgrad.hf.patching import (
 )
 from streamgrad.hf.sequence_slices import shared_sequence_group, with_whole_mask
 from streamgrad.hf.sharded import device_at_work
-from streamgrad.hf.step_facts import head_known_to_decoder
+from streamgrad.hf.step_facts import head_known_to_decoder, vocabulary_of
 from streamgrad.hf.tensor_parallel import refuse_cut_head
 
 
@@ -239,9 +239,7 @@ def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream,
             model.get_output_embeddings(), stream.config, stream.logit_map, arguments, model.config.get_text_config().vocab_size
         )
         restore.enter_context(not_compiled([job.head]))
-        known = head_known_to_decoder(
-            model, job.head, tokens=job.targets.numel(), config=stream.config, looks_up=arguments.get("inputs_embeds") is None
-        )
+        known = head_known_to_decoder(model, job.head, tokens=job.targets.numel(), config=stream.config)
         job.weight = restore.enter_context(known)
         restore.enter_context(temporary_attribute(job.head, "forward", job.head_forward))
         restore.enter_context(temporary_attribute(model, "_loss_function", job.loss_function))
@@ -286,8 +284,7 @@ class _HeadJob:
         # Built now, while the device is idle: counting targets waits for the device.
         self.rows = TargetRows(
             self.targets.reshape(-1).to(device=device_at_work(weight), dtype=torch.int64),
-            # Not by its weight: ZeRO-3 gathers one that is read outside its module's call, and a parametrized one is computed.
-            vocabulary=getattr(head, "out_features", vocabulary),
+            vocabulary=vocabulary_of(head, vocabulary),
             ignore_index=ignore_index,
             chunk_size=config.head_chunk_size,
             # Autograd of another head holds logits in its dtype and in fp32, log-probabilities and gradients.

@@ -7,18 +7,20 @@ with head_known_to_decoder(model, head, tokens=n, config=config):       its head
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from streamgrad.config import StreamConfig
 from streamgrad.engine.host_offload import HostStore
 from streamgrad.engine.module_walk import modules_of
 from streamgrad.engine.temporary import temporary_attribute
 from streamgrad.engine.ulysses import SequenceSharing
+from streamgrad.hf.deepspeed import is_partitioned
 from streamgrad.hf.discover import decoder_layers
 from streamgrad.hf.in_backward import updates_of
 from streamgrad.hf.patching import InstalledForward
@@ -95,33 +97,29 @@ def held_bytes(module: nn.Module) -> float:
 
 
 @contextmanager
-def head_known_to_decoder(
-    model: Any, head: nn.Module, *, tokens: int, config: StreamConfig, looks_up: bool = True
-) -> Iterator[HeadWeight]:
+def head_known_to_decoder(model: Any, head: nn.Module, *, tokens: int, config: StreamConfig) -> Iterator[HeadWeight]:
     """Tell the plan of the model's decoder, within the block, what `head` will hold, streamed over at most `tokens` tokens.
 
-    Yield the weight that the head is to multiply with. `looks_up` says whether embeddings are looked up within the block.
+    Yield the weight that the head is to multiply with. Embeddings are looked up before the first layer is planned, and only then
+    is it known whether they share their gradient with the head.
     """
-    weight = HeadWeight(head, model.get_input_embeddings() if looks_up else None)
-    with ExitStack() as restore:
-        installed = InstalledForward.on(model.get_decoder())
-        if installed is not None:
-            frees = bool(installed.stream.planner.hooks_free)
-            facts = head_facts(
-                model, head, tokens=tokens, chunk_size=config.head_chunk_size, hooks_free=frees, in_blocks=weight.is_tied
-            )
-            restore.enter_context(temporary_attribute(installed.stream, "head", facts))
-        restore.enter_context(weight.shared())
+    installed, embeddings = InstalledForward.on(model.get_decoder()), model.get_input_embeddings()
+    if installed is None:
+        yield HeadWeight(head, None)
+        return
+    stream = installed.stream
+
+    def in_blocks() -> None:
+        stream.head = replace(stream.head, embedding_gradient_bytes=_block_bytes(next(embeddings.parameters())))
+
+    frees = bool(stream.planner.hooks_free)
+    facts = head_facts(model, head, tokens=tokens, chunk_size=config.head_chunk_size, hooks_free=frees)
+    with temporary_attribute(stream, "head", facts), HeadWeight(head, embeddings, in_blocks).shared() as weight:
         yield weight
 
 
-def head_facts(
-    model: Any, head: nn.Module, *, tokens: int, chunk_size: int | str, hooks_free: bool, in_blocks: bool
-) -> HeadFacts:
-    """Return the sizes of a streamed head over `tokens` targets, and the gradients that all parts outside the layers leave.
-
-    `in_blocks` says that the embeddings' gradient is added to the head's in blocks.
-    """
+def head_facts(model: Any, head: nn.Module, *, tokens: int, chunk_size: int | str, hooks_free: bool) -> HeadFacts:
+    """Return the sizes of a streamed head over `tokens` targets, and the gradients that all parts outside the layers leave."""
     # Not `.weight`: ZeRO-3 gathers what is read outside of its module's call, for the whole step.
     embeddings, weight = model.get_input_embeddings(), next(head.parameters())
     # A later stage of a pipeline has no embeddings.
@@ -139,17 +137,34 @@ def head_facts(
         chunk_size=chunk_size if isinstance(chunk_size, int) else SHORTEST_CHUNK,
         # By its attributes where it has them: an engine may have taken the weight away and left an empty tensor.
         width=getattr(head, "in_features", weight.shape[-1]),
-        vocabulary=getattr(head, "out_features", weight.shape[0]),
+        vocabulary=vocabulary_of(head, weight.shape[0]),
         itemsize=weight.element_size() if weight.is_floating_point() else embedding.element_size(),  # its logits'
         trainable=sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad),
         # Where the head is tied to the embeddings, autograd holds its gradient until theirs is computed, `.grad` or not.
         gradient_bytes=sum(outside.values()) + (dense if tied else 0),
         embedding_itemsize=embedding.element_size(),
-        embedding_gradient_bytes=_block_bytes(embedding) if in_blocks else dense,
+        embedding_gradient_bytes=dense,
         weight_bytes=0.0 if tied else held_bytes(head),
     )
 
 
+def vocabulary_of(head: Any, otherwise: int) -> int:
+    """Return the rows of a head's weight, as the head says, or `otherwise`; PEFT makes some that say the columns.
+
+    Not by a weight that ZeRO-3 would gather for the rest of the step, or that is computed when it is read.
+    """
+    told = getattr(head, "out_features", None)
+    if told is None:
+        return otherwise
+    if is_parametrized(head) or any(map(is_partitioned, head.parameters())):
+        return int(told)
+    weight = getattr(head, "weight", None)
+    if isinstance(weight, Tensor) and weight.is_floating_point() and weight.ndim == 2:  # not packed, as quantised ones are
+        return len(weight)
+    return int(told)
+
+
 def _block_bytes(embedding: Tensor) -> int:
+    """Return the bytes of the gradient that tied embeddings add to the head's at a time."""
     vocabulary, width = embedding.shape
     return embedding.element_size() * width * tied_block_rows(vocabulary, width, embedding.element_size())

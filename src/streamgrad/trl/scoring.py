@@ -104,8 +104,7 @@ def _scored(
             return scored_in_slices(score, group, labels=labels, num_items_in_batch=num_items_in_batch, **kwargs)
         shared = shared_slice(shared, group)
     scored = targets_BT if shared is None else shared.targets
-    looks_up = given.get("inputs_embeds") is None
-    known = head_known_to_decoder(model, _linear_head(model), tokens=scored.numel(), config=stream.config, looks_up=looks_up)
+    known = head_known_to_decoder(model, _linear_head(model), tokens=scored.numel(), config=stream.config)
     with known as weight:
         if shared is None:
             output = model.base_model(*args, **kwargs | {"use_cache": False})
