@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import streamgrad
 from gradients import assert_same_step, no_float32, relative_error, run_step
@@ -170,7 +171,18 @@ def input_is_a_leaf(model):
     model.register_forward_hook(lambda *_: kept.pop().square().sum().backward())
 
 
-@pytest.mark.parametrize("change", [looks_up_and_differentiates, input_is_a_leaf])
+def checkpointed(model):
+    """A program of its own checkpoints the lookup, with what follows it."""
+    embeddings = model.get_input_embeddings()
+
+    class Checkpointed(type(embeddings)):
+        def __call__(self, ids):
+            return checkpoint(lambda ids: super(Checkpointed, self).__call__(ids).sin(), ids, use_reentrant=False)
+
+    embeddings.__class__ = Checkpointed
+
+
+@pytest.mark.parametrize("change", [looks_up_and_differentiates, input_is_a_leaf, checkpointed])
 def test_graphs_that_are_apart_in_the_stock_model(change):
     model, batch = tied_model(), {"input_ids": tokens(2, 24), "labels": tokens(2, 24)}
     change(model)

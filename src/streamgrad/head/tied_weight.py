@@ -36,8 +36,9 @@ def embedded_with_tied_weight(ids: Tensor, weight_VE: Tensor, padding_idx: int |
 class _Tied(Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight_VE: Tensor, padding: int) -> tuple[Tensor, Tensor]:
-        # Not by `save_for_backward`: a program may run backward through the one output and later through the other, whose graphs
-        # were apart without this node.
+        # For checkpointing, which counts what is saved. Backward reads another reference: a program may run it through the one
+        # output and later through the other, whose graphs were apart without this node.
+        ctx.save_for_backward(ids)
         ctx.ids, ctx.version = ids, ids._version
         ctx.padding, ctx.vocabulary = padding, len(weight_VE)
         ctx.set_materialize_grads(False)
