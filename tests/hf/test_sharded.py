@@ -59,13 +59,22 @@ def test_gradients_that_are_not_shared_stay_whole(sharded):
 
 
 def test_host_memory_is_left_for_gradients_and_moments(sharded):
-    """Until a step has changed a parameter, whose moments are there then and no longer free."""
+    """Until a step has been made: then moments are there and no longer free. Batches whose gradients are added are none."""
     plain, on_host, frozen = nn.Parameter(torch.ones(SHAPE)), sharded("cuda"), sharded("cuda").requires_grad_(False)
-    states = StatesToCome()
-    assert states.host_bytes([plain, on_host, frozen]) == states.host_bytes([plain, on_host, frozen]) == 3 * 48
-    with torch.no_grad():
-        on_host.to_local().add_(1.0)
-    assert states.host_bytes([plain, on_host, frozen]) == 48
+    states, parameters = StatesToCome(), [plain, on_host, frozen]
+
+    def host_bytes(*, gradients: bool, backward: bool = True) -> float:
+        on_host.grad = on_host.detach().clone() if gradients else None
+        hidden = torch.ones(2, requires_grad=True) * 1.0
+        count = states.host_bytes(parameters, hidden)
+        if backward:
+            hidden.sum().backward()
+        return count
+
+    assert host_bytes(gradients=False, backward=False) == host_bytes(gradients=False) == 3 * 48
+    assert host_bytes(gradients=True) == 2 * 48
+    assert host_bytes(gradients=False) == 48 and host_bytes(gradients=True) == 0
+    assert states.host_bytes([plain, frozen], torch.ones(2)) == 0
 
 
 def test_weights_on_the_host_are_told(sharded, monkeypatch):

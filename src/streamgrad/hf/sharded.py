@@ -64,15 +64,23 @@ def _has_whole_gradient(gathered: Any) -> bool:
 
 
 class StatesToCome:
-    """Counts what training adds on the host to parameters that wait there: gradients and, in the first step, AdamW's moments."""
+    """Counts what training adds on the host to parameters that wait there: gradients and, in the first step, AdamW's moments.
+
+    A step has been made where a backward pass has been and gradients are gone. Versions do not tell: optimizers that step many
+    parameters at once change none of a shard.
+    """
 
     def __init__(self) -> None:
-        self._versions: list[int] = []  # of parameters that no step has changed
+        self._had_backward = self._had_step = False
 
-    def host_bytes(self, parameters: Iterable[Tensor]) -> float:
+    def host_bytes(self, parameters: Iterable[Tensor], h_BTE: Tensor) -> float:
+        """Return these bytes of a step whose first layer is about to run on `h_BTE`."""
         waiting = [each for each in parameters if isinstance(each, DTensor) and each.requires_grad and waits_on_host(each)]
-        with torch.no_grad():
-            versions = [parameter.to_local()._version for parameter in waiting]
-        self._versions = self._versions or versions
-        moments = 2 if versions == self._versions else 0
+        self._had_step = self._had_step or (self._had_backward and any(parameter.grad is None for parameter in waiting))
+        if waiting and h_BTE.requires_grad:
+            h_BTE.register_hook(self._note_backward)
+        moments = 0 if self._had_step else 2
         return float(sum(own_bytes(parameter) * (moments + (parameter.grad is None)) for parameter in waiting))
+
+    def _note_backward(self, gradient: Tensor) -> None:
+        self._had_backward = True

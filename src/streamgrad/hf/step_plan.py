@@ -239,7 +239,7 @@ class Planner:
         held, limit = device_memory(call.h_BTE.device) if call.on_cuda else (held_bytes(call.decoder), float("inf"))
         resident = held - call.h_BTE.nbytes if call.on_cuda else held  # the first layer's input is among what layers keep
         device = min(_floor(usable_share() * limit, 2**26), self.config.budget_bytes or float("inf"))
-        to_come = self._states_to_come.host_bytes(chain(*call.layer_parameters))
+        to_come = self._states_to_come.host_bytes(chain(*call.layer_parameters), call.h_BTE)
         host = max(0.0, _floor(host_budget_bytes(held_bytes=call.host_store.total_bytes) - to_come, 2**30))
         # Ranks that share a sequence exchange as often as they run attention: all must choose the same plan.
         resident, *missing = call.sharing.most(resident, -device, -host)
