@@ -210,8 +210,9 @@ def traced_logit_map(model: PreTrainedModel, decoder: nn.Module, head: nn.Module
 def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream, *args: Any, **kwargs: Any) -> Any:
     """Run the model with a streamed head if it computes a loss and gradients; `enable` installs this as its forward."""
     arguments = named_arguments(stock, args, kwargs)
-    _refuse_labels_to_be_shifted(model, arguments)
     computes_loss = arguments.get("labels") is not None and torch.is_grad_enabled()
+    if not computes_loss or stream.logit_map is None:  # else `check_labels` does
+        _refuse_labels_to_be_shifted(model, arguments)
     with ExitStack() as restore:
         if (given := with_whole_mask(model, arguments)) is not None:
             installed = InstalledForward.on(model.get_decoder())
@@ -387,7 +388,7 @@ def check_labels(model: Any, arguments: dict[str, Any]) -> None:
             f"labels have shape {tuple(labels.shape)} but the input {tuple(tokens.shape[:2])}: there must be one label per "
             "token. Pass labels of the input's shape, -100 where nothing is to be predicted; they are shifted inside the model."
         )
-    if shared_sequence_group(model) is not None:
+    if arguments.get("attention_mask") is None or shared_sequence_group(model) is not None:
         return  # slices are checked in `sequence_slices`
     ignore_index = arguments.get("ignore_index", -100)
     predicts_BT = nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index) if shifted is None else shifted
