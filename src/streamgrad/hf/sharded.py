@@ -66,8 +66,8 @@ def _has_whole_gradient(gathered: Any) -> bool:
 class StatesToCome:
     """Counts what training adds on the host to parameters that wait there: gradients and, in the first step, AdamW's moments.
 
-    A step has been made where a backward pass has been and gradients are gone. Versions do not tell: optimizers that step many
-    parameters at once change none of a shard.
+    A step has been made if there was a backward pass and all gradients are gone. A shard's version does not tell: optimizers that
+    update many parameters at once leave it as it is.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class StatesToCome:
     def host_bytes(self, parameters: Iterable[Tensor], h_BTE: Tensor) -> float:
         """Return these bytes of a step whose first layer is about to run on `h_BTE`."""
         waiting = [each for each in parameters if isinstance(each, DTensor) and each.requires_grad and waits_on_host(each)]
-        self._had_step = self._had_step or (self._had_backward and any(parameter.grad is None for parameter in waiting))
+        self._had_step = self._had_step or (self._had_backward and all(parameter.grad is None for parameter in waiting))
         if waiting and h_BTE.requires_grad:
             h_BTE.register_hook(self._note_backward)
         moments = 0 if self._had_step else 2
