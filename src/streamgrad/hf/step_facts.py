@@ -6,7 +6,7 @@ with head_known_to_decoder(model, head, tokens=n, config=config):       its head
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -149,19 +149,19 @@ def head_facts(model: Any, head: nn.Module, *, tokens: int, chunk_size: int | st
 
 
 def vocabulary_of(head: Any, otherwise: int) -> int:
-    """Return the rows of a head's weight, as the head says, or `otherwise`; PEFT makes some that say the columns.
+    """Return how many tokens a head scores: its `out_features`, or `otherwise` if it does not say.
 
-    Not by a weight that ZeRO-3 would gather for the rest of the step, or that is computed when it is read.
+    PEFT makes heads for `ensure_weight_tying` that take the rows of their weight for `in_features`. A weight that ZeRO-3 would
+    gather for the rest of the step, or that is computed when it is read, is not looked at.
     """
     told = getattr(head, "out_features", None)
     if told is None:
         return otherwise
     if is_parametrized(head) or any(map(is_partitioned, head.parameters())):
         return int(told)
-    weight = getattr(head, "weight", None)
-    if isinstance(weight, Tensor) and weight.is_floating_point() and weight.ndim == 2:  # not packed, as quantised ones are
-        return len(weight)
-    return int(told)
+    shape: Sequence[int] = getattr(getattr(head, "weight", None), "shape", ())
+    is_turned = shape == (getattr(head, "in_features", None), told)
+    return int(shape[0] if is_turned else told)
 
 
 def _block_bytes(embedding: Tensor) -> int:
