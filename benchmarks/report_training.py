@@ -54,7 +54,8 @@ def runs(records: Records, paper: dict[str, Any]) -> list[str]:
 
 def _new_lengths(records: Records) -> list[str]:
     """Return what it costs that every length is new, after the first ten steps."""
-    found = latest((record for record in records["run"] if record.get("settled_ms")), "model", "training", "method")
+    longer = (record for record in records["run"] if len(record.get("settled_ms") or ()) > _FIRST_STEPS)
+    found = latest(longer, "model", "training", "method")
     rows = []
     for (model, training, method), record in found.items():
         new, settled = (sum(record[name][_FIRST_STEPS:]) for name in ("step_ms", "settled_ms"))

@@ -101,11 +101,11 @@ def measure_run(
     with subject.enabled(StreamConfig()):
         step_ms, losses = _steps(subject, optimizer, lengths, device, session)
         outcome = subject.outcome(StreamConfig())
-        settled_ms = [_steps(subject, optimizer, lengths, device, session)[0] for _ in range(2 * settles)]
+        later_ms = [_steps(subject, optimizer, lengths, device, session)[0] for _ in range(2 if settles else 0)]
     on_cuda = device.type == "cuda"
     return RunRecord(
         **cell, optimizer="AdamW, fused", layers=subject.network.config.num_hidden_layers, step_ms=step_ms, losses=losses,
-        settled_ms=settled_ms[-1] if settles else None,
+        settled_ms=later_ms[-1] if later_ms else None,
         out_of_memory=losses.count(None), tokens_per_second=_rate(lengths, step_ms, losses),
         later_tokens_per_second=_rate(lengths[1:], step_ms[1:], losses[1:]) if len(lengths) > 1 else None,
         peak_bytes=torch.cuda.max_memory_allocated(device) if on_cuda else None,

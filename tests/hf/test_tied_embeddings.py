@@ -17,6 +17,7 @@ from streamgrad.hf import step_facts
 from streamgrad.hf.patching import InstalledForward
 from streamgrad.hf.tied_embeddings import HeadWeight
 from streamgrad.memory.live_bytes import LiveBytes
+from streamgrad.trl.scoring import add_streamed_head
 from tiny import VOCABULARY, tiny_model, tokens
 
 ROWS, WIDTH = 23, 6
@@ -66,6 +67,15 @@ def test_model(family):
     model(**batch).loss.backward()
     for name, parameter in model.named_parameters():
         assert relative_error(parameter.grad, 2 * expected.gradients[name]) < 1e-10, name
+
+
+def test_scored_tokens():
+    """By the call with which TRL's trainers score tokens, whose head makes its gradient in backward."""
+    model, batch = tied_model(), {"input_ids": tokens(2, 24), "labels": tokens(2, 24)}
+    expected = run_step(model, batch)
+    add_streamed_head(model, streamgrad.StreamConfig(chunk_size=8, head_chunk_size=5))
+    actual = run_step(model, batch, forward=lambda model, batch: model(**batch, fused_lm_head=True).loss)
+    assert_same_step(actual, expected, tolerance=1e-10)
 
 
 def test_program_that_uses_the_weight_itself():
@@ -183,7 +193,7 @@ def checkpointed(model):
 
 
 @pytest.mark.parametrize("change", [looks_up_and_differentiates, input_is_a_leaf, checkpointed])
-def test_graphs_that_are_apart_in_the_stock_model(change):
+def test_programs_that_reach_the_lookup(change):
     model, batch = tied_model(), {"input_ids": tokens(2, 24), "labels": tokens(2, 24)}
     change(model)
     expected = run_step(model, batch)

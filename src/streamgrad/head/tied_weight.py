@@ -27,7 +27,7 @@ def embedded_with_tied_weight(ids: Tensor, weight_VE: Tensor, padding_idx: int |
 
     Where backward reaches only one of the two, the weight's gradient is that one's.
     """
-    # torch takes -1 for no index; its own function has moved negative ones to the end by here.
+    # F.embedding counts negative indices from the end; what it calls takes -1 for none.
     padding = -1 if padding_idx is None else padding_idx % len(weight_VE)
     embedded, weight_of_head = _Tied.apply(ids, weight_VE, padding)
     return embedded, weight_of_head

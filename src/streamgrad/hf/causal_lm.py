@@ -49,6 +49,7 @@ from streamgrad.hf.sequence_slices import shared_sequence_group, with_whole_mask
 from streamgrad.hf.sharded import device_at_work
 from streamgrad.hf.step_facts import head_known_to_decoder, vocabulary_of
 from streamgrad.hf.tensor_parallel import refuse_cut_head
+from streamgrad.hf.tied_embeddings import HeadWeight
 
 
 @dataclass
@@ -270,7 +271,7 @@ class _HeadJob:
         self.items = arguments.get("num_items_in_batch")
         self.is_started = self.is_done = False
         self.passage = Passage()
-        self.weight: Callable[[], Tensor] = lambda: head.weight
+        self.weight: HeadWeight  # for the call that is under way
         ignore_index = arguments.get("ignore_index", -100)
         shifted = arguments.get("shift_labels")
         # Position t predicts token t + 1; the last position predicts nothing.
