@@ -256,6 +256,21 @@ def test_readmes_bytes_a_token_are_those_of_the_records(records):
     assert found and found.groups() == (cost["streamgrad"], cost["liger-offload"])
 
 
+def test_readmes_whole_training_is_that_of_the_records(records):
+    """Seconds of steps of all layers, and the peaks of long ones."""
+    found = {(record["optimizer"], record["seq_len"], record["layers"]): record for record in records["train_step"]}
+    long, longest, small = (
+        found[key] for key in (("in-backward", 200_000, 36), ("in-backward", 600_000, 2), ("host", 64_000, 36))
+    )
+    text = " ".join((ROOT / "README.md").read_text().split())
+    pattern = r"200,000 tokens, .*? takes (\S+) s and (\S+) GiB .*? At 600,000 it takes (\S+) GiB, .*? 64,000 tokens in (\S+) s"
+    said = re.search(pattern, text)
+    expected = [long["step_ms"] / 1e3, long["peak_bytes"] / 2**30, longest["peak_bytes"] / 2**30, small["step_ms"] / 1e3]
+    assert said and list(said.groups()) == [f"{number:.1f}" for number in expected]
+    assert {record["model"] for record in (long, longest, small)} == {"qwen3-8b"}
+    assert small["peak_bytes"] < small["limit_bytes"] == 23.5 * 2**30
+
+
 def test_the_performance_notes_have_the_records_steps(records):
     """Each `590 ms, 20.3 GB` of the two tables of steps."""
     steps = automatic_steps(records["step"])
