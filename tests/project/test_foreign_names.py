@@ -47,7 +47,7 @@ PRIVATE = {
     "torch._C._distributed_c10d.Backend.Options": "_timeout",
     "torch.distributed.distributed_c10d": "_get_default_store _world",
     "torch.distributed.fsdp.FSDPModule": "_get_fsdp_state",
-    "torch/distributed/fsdp/_fully_shard/_fsdp_param.py": "_unsharded_param",
+    "torch/distributed/fsdp/_fully_shard/_fsdp_param.py": "_sharded_local_tensor _sharded_param_data _unsharded_param",
     "torch/distributed/fsdp/_fully_shard/_fsdp_state.py": "_fsdp_param_group _fsdp_param_groups",
     "torch.nn.modules.batchnorm": "_BatchNorm",
     "torch.nn.modules.dropout": "_DropoutNd",
@@ -89,8 +89,10 @@ PRIVATE = {
 UNDOCUMENTED = {
     "torch._functorch.config": "force_non_lazy_backward_lowering",
     "torch.Tensor": "grad_dtype",
-    "torch/distributed/fsdp/_fully_shard/_fsdp_param.py": "sharded_param unsharded_accumulated_grad",
-    "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py": "fsdp_params reduce_grads",
+    "torch/distributed/fsdp/_fully_shard/_fsdp_param.py": (
+        "offload_to_cpu pin_memory sharded_param sharded_state unsharded_accumulated_grad"
+    ),
+    "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py": "fsdp_params mesh_info reduce_grads",
     "an adapter": "lora_variant merged_adapters scaling",
     "peft/peft_model.py": "get_base_model",
     "peft/tuners/lora/layer.py": "ParamWrapper get_param",
@@ -282,10 +284,10 @@ def test_only_the_trainers_import_trl():
 
 def test_a_name_that_is_gone_fails_with_the_file_that_uses_it(monkeypatch):
     monkeypatch.delattr(torch._C, "_current_graph_task_id")
-    words = r"torch\._C has no _current_graph_task_id, which streamgrad/engine/guards\.py relies on\. Installed: torch \d"
+    words = r"torch\._C has no _current_graph_task_id, which streamgrad/ops/autograd\.py relies on\. Installed: torch \d"
     with pytest.raises(AssertionError, match=words):
         test_a_listed_name_is_there("torch._C", "_current_graph_task_id")
-    with pytest.raises(AssertionError, match=r"torch\._C\._current_graph_task_id': \{'engine/guards\.py'\}"):
+    with pytest.raises(AssertionError, match=r"torch\._C\._current_graph_task_id': \{'ops/autograd\.py'\}"):
         test_every_imported_name_is_there("torch")
 
 

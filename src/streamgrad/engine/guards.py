@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from streamgrad.engine.module_walk import buffers_in, modules_of, parameters_in
-from streamgrad.ops.autograd import without_autocast
+from streamgrad.ops.autograd import backward_pass, without_autocast
 from streamgrad.ops.deferred import Deferred, values_of
 
 _REMEDY = "Call backward before changing the model, or call streamgrad.disable(model) for such a step."
@@ -197,7 +197,7 @@ class _Outcomes:
     @classmethod
     def of_this_pass(cls) -> _Outcomes:
         """Return the outcomes of the current backward pass; a pass inside another has its own."""
-        task = torch._C._current_graph_task_id()
+        task = backward_pass()
         with cls._lock:
             outcomes = cls._under_way.get(task)
             if outcomes is None:

@@ -68,6 +68,7 @@ from streamgrad.hf.sequence_slices import SequenceGroup, Slices, WholeSequences,
 from streamgrad.hf.step_facts import PlannedCall
 from streamgrad.hf.step_plan import Planner, Sample
 from streamgrad.hf.tensor_parallel import planned_together
+from streamgrad.hf.weights_ahead import WeightsAhead
 from streamgrad.memory.planner import HeadFacts, Plan
 from streamgrad.ops.autograd import in_transform
 
@@ -222,6 +223,7 @@ def _should_stream(decoder: Any, stream: DecoderStream, arguments: dict[str, Any
 def _streamed_layers(decoder: Any, layers: list[nn.Module], stream: DecoderStream, sequences: WholeSequences) -> Iterator[None]:
     call = _DecoderCall(decoder, layers, stream, sequences)
     with ExitStack() as restore:
+        restore.callback(call.ahead.drop)
         rest = modules_of(decoder, but_for=layers)
         configs = attention_configs(rest)
         for reason in foreign_attention(configs, layers[0]):
@@ -255,7 +257,7 @@ class _DecoderCall:
         self.masks: _Masks = {}
         self.documents = Documents(sequences)
         self.plan: Plan | None = None
-        self.joint = Joint()
+        self.joint, self.ahead = Joint(), WeightsAhead(layers)
 
     def streamed_forward(self, index: int) -> Callable[..., Tensor | tuple[Tensor]]:
         """Return the streamed forward of layer `index`."""
@@ -272,7 +274,8 @@ class _DecoderCall:
                 raise SeamError("its layers take inputs by token beside hidden states, and ranks share its sequences")
             starts = self.documents.starts(modules, arguments) if recurrent else []
             kind: Any = partial(RecurrentCall, document_starts=starts) if recurrent else StreamedCall
-            run = LayerRun(modules, arguments, recorder, fused_kernels=self.stream.config.fused_kernels)
+            fused_kernels, beside = self.stream.config.fused_kernels, self.ahead.beside(index)
+            run = LayerRun(modules, arguments, recorder, fused_kernels=fused_kernels, beside=beside)
             mask = self._mask(arguments, h_BTE) if has_attention(modules) else None
             if recurrent and mask is not None and mask.uncut:
                 raise SeamError("one of its layers has attention and a state, and some tokens see each other both ways")

@@ -54,6 +54,11 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
+def backward_pass() -> int:
+    """Return the number of the backward pass that is under way in this thread, or -1."""
+    return torch._C._current_graph_task_id()
+
+
 def in_transform() -> bool:
     """Return whether forward-mode derivatives are taken, or a transform of `torch.func` (jvp, grad, vmap) is under way."""
     return forward_ad._current_level >= 0 or peek_interpreter_stack() is not None
