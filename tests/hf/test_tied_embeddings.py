@@ -17,7 +17,6 @@ from streamgrad.hf import step_facts
 from streamgrad.hf.patching import InstalledForward
 from streamgrad.hf.tied_embeddings import HeadWeight
 from streamgrad.memory.live_bytes import LiveBytes
-from streamgrad.trl.scoring import add_streamed_head
 from tiny import VOCABULARY, tiny_model, tokens
 
 ROWS, WIDTH = 23, 6
@@ -71,6 +70,9 @@ def test_model(family):
 
 def test_scored_tokens():
     """By the call with which TRL's trainers score tokens, whose head makes its gradient in backward."""
+    pytest.importorskip("trl", reason="needs trl: pip install 'streamgrad[trl]'")
+    from streamgrad.trl.scoring import add_streamed_head
+
     model, batch = tied_model(), {"input_ids": tokens(2, 24), "labels": tokens(2, 24)}
     expected = run_step(model, batch)
     add_streamed_head(model, streamgrad.StreamConfig(chunk_size=8, head_chunk_size=5))

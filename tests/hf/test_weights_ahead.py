@@ -61,7 +61,7 @@ def build(*, sharded: bool, device: str = "cpu", **shape):
         mesh = init_device_mesh(device, (1,))
         for unit in [*model.model.layers, model]:
             fully_shard(unit, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=device != "cpu"))
-    streamgrad.enable(model, chunk_size=8)
+    streamgrad.enable(model, chunk_size=8, keep="input", offload="none")
     return model
 
 
