@@ -7,33 +7,31 @@ length; ballast then stands for the others, on the device and on the host, by th
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
 import streamgrad
-from benchmarks.lengths import ballast_of_missing_layers, capped
+from benchmarks.lengths import capped
 from benchmarks.objective import ROWS
 from benchmarks.records import EVERYTHING, Session
 from benchmarks.step import NOTHING, StepRecord, Timing, circumstances, clear_memory
 from benchmarks.subject import Subject
 from streamgrad.config import StreamConfig, parse_bytes
 from streamgrad.hf.configs import preset_config
-from streamgrad.hf.discover import decoder_layers
 from streamgrad.hf.estimate import Estimator, estimator_of
 from streamgrad.hf.estimate_options import Options
 from streamgrad.hf.report import Outlook
-from streamgrad.memory.costs import held_in_backward
 from streamgrad.memory.device import available_host_bytes
 from streamgrad.memory.this_machine import machine
 
 OPTIMIZERS = ("none", "adamw", "adamw8bit", "in-backward", "adamw8bit-in-backward", "host")
-# Bytes of states on the device over those of a 16-bit weight that is trained.
-_STATE_SIZES = {"adamw": 2, "in-backward": 2, "adamw8bit": 1, "adamw8bit-in-backward": 1}
+# What a layer adds to a step, whatever the size of its chunks.
+_OF_LAYERS = ("weights", "optimizer state", "gradients", "kept inputs", "hidden states")
 # What `estimate` calls them.
 _PLANNED_AS = {"adamw8bit-in-backward": "in-backward"}
 _SHORT = 1024
@@ -102,11 +100,11 @@ class TrainingCase:
 
     @cached_property
     def _unplanned_bytes(self) -> float:
+        return self._unplanned(self.estimator(0.0).state.device)
+
+    def _unplanned(self, state: Mapping[str, float]) -> float:
         """Return device bytes that estimates have no option for: 8-bit states of updates in backward, and GRPO's reference."""
         in_8_bits, copied = self.optimizer == "adamw8bit-in-backward", self.has_copy and self.objective == "grpo"
-        if not in_8_bits and not copied:
-            return 0.0
-        state = self.estimator(0.0).state.device
         return copied * state["weights"] - in_8_bits * state["optimizer state"] / 2
 
     def estimator(self, unplanned_bytes: float | None = None) -> Estimator:
@@ -153,31 +151,31 @@ class TrainingCase:
         kept = [index for index, policy in enumerate(self.outlook.plan.policies) if not policy.recomputed]
         return self._all_layers - kept[-1]
 
-    def _inputs_held_elsewhere(self, *, on_host: bool) -> int:
-        """Return how many inputs of layers that are not built are in one of the two memories, at most at a time."""
-        assert self.outlook.plan is not None and self.layers is not None
-        policies = self.outlook.plan.policies
-        held = held_in_backward(policies, {policy: float(policy.on_host == on_host) for policy in policies})
-        own = self.layers if policies[-1].on_host == on_host else 0
-        return int(max(held)) - own
+    @cached_property
+    def _cut_outlook(self) -> Outlook:
+        """Return what is predicted of the step of the layers that are built, in all of the memory."""
+        assert self.layers is not None
+        whole, config = self.estimator(), self.config()
+        shape = replace(
+            whole.shape, layers=self.layers, full_attention_layers=min(self.layers, whole.shape.full_attention_layers)
+        )
+        options = replace(whole.options, offload=config.offload, recompute_layers=config.recompute_layers)
+        estimator = Estimator(shape, options)
+        return estimator.streamed(estimator.load(self.tokens), longest=0)
 
-    def ballast(self, network: Any) -> tuple[int, int]:
-        """Return the bytes, on the device and on the host, of layers that were not built."""
+    @cached_property
+    def ballast(self) -> tuple[int, int]:
+        """Return the bytes, on the device and on the host, that stand for layers which are not built.
+
+        That is what the whole model's step is predicted to hold more, each at its peak, but for what goes by the size of chunks:
+        these are planned beside the ballast.
+        """
         if self.layers is None:
             return 0, 0
-        layers = decoder_layers(network.get_decoder())
-        missing = self._all_layers - len(layers)
-        tokens = ROWS[self.objective] * self.tokens
-        input_bytes = tokens * network.config.hidden_size * network.dtype.itemsize
-        trained = sum(parameter.nbytes for parameter in layers[0].parameters() if parameter.requires_grad)
-        device = ballast_of_missing_layers(
-            self.model, kept_bytes=self._inputs_held_elsewhere(on_host=False) * input_bytes, has_copy=self.has_copy,
-            frees_gradients=self.optimizer == "host" or "in-backward" in self.optimizer,
-            states=_STATE_SIZES.get(self.optimizer, 0),
-        )(network, tokens)  # fmt: skip
-        # The copy that a host optimizer steps, its gradient and two moments.
-        on_host = missing * 4 * trained if self.optimizer == "host" else 0
-        return device, self._inputs_held_elsewhere(on_host=True) * input_bytes + on_host
+        whole, cut = self.outlook, self._cut_outlook
+        held = {name: whole.device_bytes.get(name, 0) - cut.device_bytes.get(name, 0) for name in _OF_LAYERS}
+        device = sum(held.values()) + self._unplanned(held)
+        return int(device), int(sum(whole.host_bytes.values()) - sum(cut.host_bytes.values()))
 
 
 def optimizer_for(name: str, network: torch.nn.Module) -> torch.optim.Optimizer | None:
@@ -228,7 +226,7 @@ def _measured(case: TrainingCase, cell: dict[str, Any], device: torch.device, te
             tell("the model is built")
             _step_of(case, subject, optimizer, min(_SHORT, case.tokens))()
             tell("the optimizer has its states")
-            predicted["ballast_bytes"], predicted["host_ballast_bytes"] = case.ballast(subject.network)
+            predicted["ballast_bytes"], predicted["host_ballast_bytes"] = case.ballast
             held = torch.empty(predicted["host_ballast_bytes"], dtype=torch.uint8).fill_(1)  # so that there are pages behind it
             tell(f"the step begins; it takes {case.seconds:,.0f} s or more")
             step = _step_of(case, subject, optimizer, case.tokens)

@@ -236,7 +236,7 @@ def test_readmes_speed_table_is_that_of_the_records(records):
 
 def test_readmes_runs_are_those_of_the_records(records):
     text = " ".join((ROOT / "README.md").read_text().split())
-    found = latest(records["run"], "model", "training", "method")
+    found = latest((run for run in records["run"] if not run.get("settled_ms")), "model", "training", "method")
     said = re.search(
         r"sequences of (.*?) to (.*?) tokens, .*? through (.*?) tokens a second, (.*?) times as .*? through (.*?), (.*?) times",
         text,
