@@ -1,7 +1,8 @@
 """Triton kernels for the parts of a decoder layer between its matrix products: fp32 in registers, one rounding at the end.
 
 They equal the torch functions of the same names in `fused`, which are their reference. Importing this module needs Triton;
-`fused` imports it only for tensors on a GPU. Offsets are 64-bit: rows x width exceeds 2^31.
+`fused` imports it only for tensors on a GPU. Offsets are 64-bit: rows x width exceeds 2^31. Triton compiles a kernel anew for
+numbers that 16 divides, unless told not to: those that follow the length of a sequence are not worth it.
 
 Shapes: N rows, E width of a row, B batch, H and G heads, L tokens, D head size.
 """
@@ -123,7 +124,7 @@ def _scaled_kernel(total, factor, out, count, BLOCK: tl.constexpr):
     tl.store(out + places, value.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _norm_forward_kernel(
     x, weight, out, inverse, rows, x_stride, eps, offset, E: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -137,7 +138,7 @@ def _norm_forward_kernel(
     tl.store(inverse + row, scale, mask=row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _norm_backward_kernel(
     dout, x, inverse, weight, dx, partial, rows, dout_stride, x_stride, offset,
     E: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
