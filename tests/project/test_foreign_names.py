@@ -48,7 +48,7 @@ PRIVATE = {
     "torch.distributed.distributed_c10d": "_get_default_store _world",
     "torch.distributed.fsdp.FSDPModule": "_get_fsdp_state",
     "torch/distributed/fsdp/_fully_shard/_fsdp_param.py": "_sharded_local_tensor _sharded_param_data _unsharded_param",
-    "torch/distributed/fsdp/_fully_shard/_fsdp_state.py": "_fsdp_param_group _fsdp_param_groups",
+    "torch/distributed/fsdp/_fully_shard/_fsdp_state.py": "_fsdp_param_group _fsdp_param_groups _pre_forward_hook_handle",
     "torch.nn.modules.batchnorm": "_BatchNorm",
     "torch.nn.modules.dropout": "_DropoutNd",
     "torch.nn.modules.module": """

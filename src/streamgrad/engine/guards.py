@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from streamgrad.engine.module_walk import buffers_in, modules_of, parameters_in
-from streamgrad.ops.autograd import backward_pass, without_autocast
+from streamgrad.ops.autograd import after_backward, backward_pass, without_autocast
 from streamgrad.ops.deferred import Deferred, values_of
 
 _REMEDY = "Call backward before changing the model, or call streamgrad.disable(model) for such a step."
@@ -202,7 +202,7 @@ class _Outcomes:
             outcomes = cls._under_way.get(task)
             if outcomes is None:
                 outcomes = cls()
-                torch.autograd.Variable._execution_engine.queue_callback(outcomes.check)
+                after_backward(outcomes.check)
                 cls._under_way[task] = outcomes
         return outcomes
 

@@ -274,8 +274,7 @@ class _DecoderCall:
                 raise SeamError("its layers take inputs by token beside hidden states, and ranks share its sequences")
             starts = self.documents.starts(modules, arguments) if recurrent else []
             kind: Any = partial(RecurrentCall, document_starts=starts) if recurrent else StreamedCall
-            fused_kernels, beside = self.stream.config.fused_kernels, self.ahead.beside(index)
-            run = LayerRun(modules, arguments, recorder, fused_kernels=fused_kernels, beside=beside)
+            run = LayerRun(modules, arguments, recorder, fused_kernels=self.stream.config.fused_kernels)
             mask = self._mask(arguments, h_BTE) if has_attention(modules) else None
             if recurrent and mask is not None and mask.uncut:
                 raise SeamError("one of its layers has attention and a state, and some tokens see each other both ways")
@@ -296,7 +295,7 @@ class _DecoderCall:
                 token_inputs=arguments.token_inputs.tensors,
                 sharing=self.sequences.sharing,
                 adapters=PEFT_ADAPTERS,
-                surroundings=run.surroundings,
+                surroundings=self.ahead.beside(index, run.surroundings),
                 forward=identity(self.forwards[index]),
                 index=index,
                 in_use=self.stream.in_use,

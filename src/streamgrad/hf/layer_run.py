@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,17 +20,8 @@ from streamgrad.hf.seams import streamed_attention_in
 class LayerRun:
     """Runs one layer, of these modules, on chunks within `surroundings()`, or on one chunk by `alone`."""
 
-    def __init__(
-        self,
-        modules: list[nn.Module],
-        arguments: LayerArguments,
-        recorder: Recorder,
-        *,
-        fused_kernels: str,
-        beside: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        """`beside()` is entered with the surroundings, for what happens while the layer runs."""
-        self._modules, self._arguments, self._recorder, self._beside = modules, arguments, recorder, beside
+    def __init__(self, modules: list[nn.Module], arguments: LayerArguments, recorder: Recorder, *, fused_kernels: str) -> None:
+        self._modules, self._arguments, self._recorder = modules, arguments, recorder
         self._configs, self._fusion = attention_configs(modules), Fusion(modules, mode=fused_kernels)
 
     @contextmanager
@@ -38,8 +29,7 @@ class LayerRun:
         """Let the layer attend by chunks within the block, with its fused parts; enter it once for many chunks."""
         modules = self._modules
         with (
-            streamed_attention_in(self._configs), self._fusion.installed(), never_packed(modules), not_checkpointed(modules),
-            self._beside(),
+            streamed_attention_in(self._configs), self._fusion.installed(), never_packed(modules), not_checkpointed(modules)
         ):  # fmt: skip
             yield
 

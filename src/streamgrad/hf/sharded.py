@@ -59,6 +59,13 @@ def groups_of(layer: nn.Module) -> list[Any]:
     return [group for group in found if group is not None]
 
 
+def gathers_first(layer: nn.Module) -> bool:
+    """Return whether FSDP2's hook, for this layer alone, is the first of those that run before the layer is called."""
+    state: Any = layer._get_fsdp_state() if isinstance(layer, FSDPModule) else None
+    own = getattr(state, "_pre_forward_hook_handle", None)  # several of them where layers are gathered together
+    return own is not None and next(iter(layer._forward_pre_hooks), None) == getattr(own, "id", -1)
+
+
 def _has_whole_gradient(gathered: Any) -> bool:
     unsharded = getattr(gathered, "_unsharded_param", None)  # made when it is gathered for the first time
     return gathered.unsharded_accumulated_grad is not None or (unsharded is not None and unsharded.grad is not None)

@@ -8,70 +8,94 @@ runs, and FSDP2 finds them there when it asks its parameters for their values. W
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as _module
 
-from streamgrad.hf.sharded import groups_of
-from streamgrad.ops.autograd import backward_pass
+from streamgrad.hf.sharded import gathers_first, groups_of
+from streamgrad.ops.autograd import after_backward, backward_pass
+
+_Surroundings = Callable[[], AbstractContextManager[Any]]
 
 
 class WeightsAhead:
     """The weights of a decoder's layers, where they wait in pinned memory until their layer is called."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        """Made for each call of the decoder."""
+        """Made for each call of the decoder; what an earlier one has left, whose backward pass failed, is dropped."""
         self._waiting = [_waiting(layer) for layer in layers]
-        self._device = next((parameter.device for parameter in chain(*self._waiting)), None)
-        self._copies: _Copies | None = None
-        self._handed_over: list[_Arrived] = []
+        device = next((parameter.device for parameter in chain(*self._waiting)), None)
+        self._copies = None if device is None else _Copies(device)
+        self._handed_over = [
+            each for each in (p._sharded_param_data for p in chain(*self._waiting)) if isinstance(each, _Arrived)
+        ]
+        self._backward_pass = -1
+        self.drop()
 
-    def beside(self, index: int) -> Callable[[], AbstractContextManager[None]]:
-        """Return what layer `index` runs within: the weights of the layer that is called next are copied meanwhile."""
-        return nullcontext if self._device is None else partial(self._fetching, index, self._device)
+    def beside(self, index: int, surroundings: _Surroundings) -> _Surroundings:
+        """Return what layer `index` runs within: `surroundings`, and the next layer's weights are copied meanwhile."""
+        return surroundings if self._copies is None else partial(self._fetching, index, surroundings, self._copies)
 
     def drop(self) -> None:
-        """Forget what was fetched and is not read yet. Weights may change once the decoder's call has ended, or failed."""
+        """Forget what was fetched: weights may change once the decoder's call or a backward pass has ended."""
         for arrived in self._handed_over:
             arrived.leave()
-        self._handed_over.clear()
+        self._handed_over = []
+        if self._copies is not None:
+            self._copies.free()
 
     @contextmanager
-    def _fetching(self, index: int, device: torch.device) -> Iterator[None]:
-        following = index + (1 if backward_pass() == -1 else -1)
+    def _fetching(self, index: int, surroundings: _Surroundings, copies: _Copies) -> Iterator[None]:
+        task = backward_pass()
+        if task not in (-1, self._backward_pass):
+            after_backward(self.drop)  # a layer below may need no gradient, and is not called
+            self._backward_pass = task
+        following = index + (1 if task == -1 else -1)
         waiting = self._waiting[following] if 0 <= following < len(self._waiting) else []
         waiting = [parameter for parameter in waiting if parameter.sharded_state.name == "SHARDED"]
         noted = [_state(parameter) for parameter in waiting]
         self.drop()  # those of layer `index`, which FSDP2 has read before it called the layer
-        self._copies = _Copies([parameter._sharded_param_data for parameter in waiting], device, after=self._copies)
-        yield
-        handed_over = zip(waiting, self._copies.arrived(), noted, strict=True)
+        arriving = copies.begin([parameter._sharded_param_data for parameter in waiting])
+        with surroundings():
+            yield
+        copies.wait()
+        handed_over = zip(waiting, arriving, noted, strict=False)
         self._handed_over = [_Arrived.hand_over(parameter, copy, state) for parameter, copy, state in handed_over]
 
 
 class _Copies:
-    """Copies of values to `device`, on a stream of their own, in the memory of the copies `after` which they come.
+    """Copies on a stream of their own, whose memory the next ones use again.
 
-    The host runs ahead of the GPU by many layers. Copies begin when the GPU has computed all that was called before them, so the
-    weights of one layer are ahead. `record_stream` would hold the memory of all of them until the host looks.
+    The host runs ahead of the GPU by many layers. Copies begin when the GPU has computed what was called before the last were
+    freed, so the weights of one layer are ahead. `record_stream` would hold the memory of all until the host looks.
     """
 
-    def __init__(self, values: Sequence[Tensor], device: torch.device, *, after: _Copies | None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, _stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        if after is not None:
-            after._copies.clear()
-        with torch.cuda.stream(self._stream):
-            self._copies: list[Tensor] = [value.to(device, non_blocking=True) for value in values]
+        self._held: list[Tensor] = []
 
-    def arrived(self) -> list[Tensor]:
-        """Return the copies; what is computed from now on waits for them."""
+    def begin(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Return copies of the values that are on their way; none where memory is short, so that FSDP2 copies in its turn."""
+        with torch.cuda.stream(self._stream):
+            try:
+                self._held = [value.to(self._device, non_blocking=True) for value in values]
+            except torch.OutOfMemoryError:
+                self._held = []
+        return self._held.copy()
+
+    def wait(self) -> None:
+        """Let what is computed from now on find the copies there."""
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        return self._copies.copy()
+
+    def free(self) -> None:
+        """Give the memory of the copies back to their stream, which uses it when all that was called so far is computed."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._held = []
 
 
 @cache
@@ -83,8 +107,8 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 class _Arrived(Tensor):
     """A parameter's values on the host, in the place where FSDP2 looks for them; the first `to` returns what is on the GPU.
 
-    It gives the place back to the values themselves then. They are copied anew if they have changed since, or if a backward pass
-    has begun or ended.
+    It gives the place back to the values themselves then. They are copied anew if their version is another, or if a backward pass
+    has begun or ended since. Versions alone would not do: optimizers that update many parameters at once leave them as they are.
     """
 
     _owner: Any
@@ -120,11 +144,20 @@ def _state(parameter: Any) -> tuple[int, ...]:
 
 
 def _waiting(layer: nn.Module) -> list[Any]:
-    """Return FSDP2's parameters of a layer, if they wait in pinned memory and this process is the only rank.
+    """Return FSDP2's parameters of a layer that are fetched ahead, if this process is the only rank.
+
+    A hook that others have put before FSDP2's own may change weights when the layer is called, and unseen; then it is none.
+    """
+    alone = [group for group in groups_of(layer) if getattr(group.mesh_info, "shard_mesh_size", 1) == 1]
+    if not alone or not gathers_first(layer) or _module._global_forward_pre_hooks:
+        return []
+    return [each for group in alone for each in group.fsdp_params if _is_fetched(each)]
+
+
+def _is_fetched(parameter: Any) -> bool:
+    """Return whether a parameter waits in pinned memory of a CUDA device.
 
     Tensors that say themselves what is gathered of them, as 8-bit ones do, are left to FSDP2.
     """
-    alone = [group for group in groups_of(layer) if getattr(group.mesh_info, "shard_mesh_size", 1) == 1]
-    found = [each for group in alone for each in group.fsdp_params]
-    own = [each for each in found if not hasattr(each._sharded_local_tensor, "fsdp_pre_all_gather")]
-    return [each for each in own if each.offload_to_cpu and each.pin_memory]
+    waits = parameter.offload_to_cpu and parameter.pin_memory and parameter.device.type == "cuda"
+    return waits and not hasattr(parameter._sharded_local_tensor, "fsdp_pre_all_gather")

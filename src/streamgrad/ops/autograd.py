@@ -59,6 +59,11 @@ def backward_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
+def after_backward(function: Callable[[], None]) -> None:
+    """Call `function` when the backward pass that is under way has ended, unless it ends in an error."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
 def in_transform() -> bool:
     """Return whether forward-mode derivatives are taken, or a transform of `torch.func` (jvp, grad, vmap) is under way."""
     return forward_ad._current_level >= 0 or peek_interpreter_stack() is not None
