@@ -195,7 +195,8 @@ def _measured_by(
             step_ms, peak_bytes, error = _measured(model, inputs, repeats, device)
             installed = InstalledForward.on(_inner(model).get_decoder())
             plan = "" if installed is None else str(installed.stream.planner.latest)
-            streamgrad.disable(model) if method.startswith("streamgrad") else model.gradient_checkpointing_disable()
+            streamgrad.disable(model)
+            model.gradient_checkpointing_disable()
             yield FamilyRecord(
                 method=method, seq_len=tokens, step_ms=step_ms, peak_bytes=peak_bytes, error=error, plan=plan,
                 layers=_inner(model).config.get_text_config().num_hidden_layers, **told,
@@ -204,11 +205,11 @@ def _measured_by(
 
 
 def _prepare(method: str, model: Any) -> None:
-    if method in ("checkpointing", "liger"):
-        model.gradient_checkpointing_enable()
-    elif method == "streamgrad":
+    if method != "streamgrad":
+        model.gradient_checkpointing_enable()  # of what is not streamed too: the layers of a vision tower
+    if method == "streamgrad":
         streamgrad.enable(model)
-    else:
+    elif method == "streamgrad-input":
         streamgrad.enable(model, keep="input", offload="none")
 
 

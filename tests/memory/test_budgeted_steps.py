@@ -289,6 +289,16 @@ def test_layers_of_several_kinds_are_all_measured(family):
     assert len(seen) == 3
 
 
+@pytest.mark.parametrize("keep", ["input", "attention", "all"])
+def test_a_layer_keeps_what_its_kind_does(keep):
+    """Three of four layers have no keys and no attention to keep, and graphs of another size."""
+    model = small_model("qwen3_next", **KINDS_OF_LAYERS["qwen3_next"])
+    streamgrad.enable(model, memory_budget="1GiB", head_chunk_size=64, keep=keep)
+    counted_step(model, ids := tokens(1, 512))
+    used, plan = counted_step(model, ids)
+    assert used < plan.peak_bytes < 1.08 * used, f"{used / 1e6:.2f} MB: {plan}"
+
+
 @pytest.mark.parametrize("chunk_size", [24, 96])
 def test_gradients_of_experts_are_counted(chunk_size):
     """In 16 bits, with all experts trained: beside the sums, which are in float32, a chunk's gradient in 16 bits alone."""

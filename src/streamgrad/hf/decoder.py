@@ -7,7 +7,7 @@ as it stands, and a model between calls is the stock model but for the attribute
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -65,7 +65,7 @@ from streamgrad.hf.plain_pass import attention_of, plain_layers, whole_step
 from streamgrad.hf.recorded import Recorder
 from streamgrad.hf.seams import NotCausal, documents_as_stock, layer_mask, streamed_attention_in, with_documents
 from streamgrad.hf.sequence_slices import SequenceGroup, Slices, WholeSequences, sequence_group
-from streamgrad.hf.step_facts import PlannedCall
+from streamgrad.hf.step_facts import PlannedCall, kind_of_layer
 from streamgrad.hf.step_plan import Planner, Sample
 from streamgrad.hf.tensor_parallel import planned_together
 from streamgrad.hf.weights_ahead import WeightsAhead
@@ -365,11 +365,6 @@ class _DecoderCall:
         costs = planner.measured_costs(samples, stream.backends, h_BTE, sharing)
         call = PlannedCall(self.decoder, self.parameters, h_BTE, stream.head, stream.host_store, sharing, not in_turn)
         return planner.plan(call, costs)
-
-
-def kind_of_layer(layer: nn.Module) -> Hashable:
-    """Return what layers that cost the same have in common: class and sizes."""
-    return type(layer), *(parameter.shape for parameter in parameters_of(layer))
 
 
 def _accepts(forward: Callable[..., Any], h_BTE: Tensor, arguments: dict[str, Any]) -> bool:

@@ -15,7 +15,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -30,9 +29,10 @@ from streamgrad.engine.kv_chunk import Attended, Chunk
 from streamgrad.engine.module_walk import modules_of, parameters_in
 from streamgrad.engine.recurrent_chunk import RecurrentChunk, RecurrentStream
 from streamgrad.hf.configs import check_alike, short_reason, with_layers
-from streamgrad.hf.decoder import DecoderStream, decoder_forward, kind_of_layer
+from streamgrad.hf.decoder import DecoderStream, decoder_forward
 from streamgrad.hf.discover import decoder_layers, find_decoder, has_attention, is_recurrent, sliding_window
 from streamgrad.hf.patching import InstalledForward
+from streamgrad.hf.step_facts import kind_of_layer
 from streamgrad.hf.step_plan import Sample
 from streamgrad.hf.whole_step import WholeStep
 from streamgrad.memory.costs import LayerCosts, LayerProfile, ModelShape
@@ -209,7 +209,10 @@ class _Recorder:
 
 
 def _typical(kinds: Sequence[tuple[LayerProfile, int]]) -> LayerProfile:
-    """Return a layer with the bytes of the largest of several kinds, as training plans for, and their mean FLOPs by number."""
+    """Return a layer with the bytes of the largest of several kinds, and their mean FLOPs by number.
+
+    Training counts what layers keep by their kinds, and so needs less than is estimated by such a layer.
+    """
     profiles, numbers = zip(*kinds, strict=True)
 
     def mean(name: str) -> float:
@@ -217,7 +220,7 @@ def _typical(kinds: Sequence[tuple[LayerProfile, int]]) -> LayerProfile:
         return flops / sum(numbers) if len(kinds) > 1 else getattr(profiles[0], name)
 
     return LayerProfile(
-        costs=LayerCosts(*map(max, zip(*(astuple(profile.costs) for profile in profiles), strict=True))),
+        costs=LayerCosts.largest(profile.costs for profile in profiles),
         forward_flops=mean("forward_flops"),
         backward_flops=mean("backward_flops"),
         projection_flops=mean("projection_flops"),

@@ -6,7 +6,7 @@ with head_known_to_decoder(model, head, tokens=n, config=config):       its head
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from streamgrad.config import StreamConfig
 from streamgrad.engine.host_offload import HostStore
-from streamgrad.engine.module_walk import modules_of
+from streamgrad.engine.module_walk import modules_of, parameters_of
 from streamgrad.engine.temporary import temporary_attribute
 from streamgrad.engine.ulysses import SequenceSharing
 from streamgrad.hf.deepspeed import is_partitioned
@@ -50,11 +50,22 @@ class PlannedCall:
         return self.h_BTE.device.type == "cuda"
 
 
-def step_facts(call: PlannedCall, costs: LayerCosts, resident: float, budget: Budget, *, hooks_free: bool) -> StepFacts:
+def kind_of_layer(layer: nn.Module) -> Hashable:
+    """Return what layers that cost the same have in common: class and sizes."""
+    return type(layer), *(parameter.shape for parameter in parameters_of(layer))
+
+
+def step_facts(
+    call: PlannedCall, costs: Mapping[Hashable, LayerCosts], resident: float, budget: Budget, *, hooks_free: bool
+) -> StepFacts:
+    """Return what the step is planned by, of layers that cost this by their kind. Of one that is not known it is the most."""
     h_BTE, layers = call.h_BTE, decoder_layers(call.decoder)
+    largest, names = LayerCosts.largest(costs.values()), [*costs]
+    alike = len(names) == 1
+    kind_of = [] if alike else [names.index(kind) if kind in costs else len(names) for kind in map(kind_of_layer, layers)]
     on_their_way, whole = bytes_on_their_way(layers), [each for each in map(whole_gradient_bytes, layers) if each is not None]
     return StepFacts(
-        costs=costs,
+        costs=largest,
         layers=len(call.layer_parameters),
         rows=h_BTE.shape[0],
         position_bytes=h_BTE.nbytes / h_BTE.shape[1],
@@ -66,6 +77,8 @@ def step_facts(call: PlannedCall, costs: LayerCosts, resident: float, budget: Bu
         budget_bytes=budget.device_bytes,
         keys_at_once=KEYS_AT_ONCE * call.sharing.ring_ranks / call.sharing.ranks,
         ring=call.sharing.ring_ranks,
+        kinds=() if alike else (*costs.values(), largest),
+        kind_of=tuple(kind_of),
     )
 
 

@@ -7,7 +7,7 @@ plan = planner.plan(call, costs)                                      the fastes
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from itertools import chain
@@ -23,7 +23,7 @@ from streamgrad.engine.module_walk import parameters_of
 from streamgrad.engine.policy import LayerPolicy
 from streamgrad.engine.ulysses import SequenceSharing
 from streamgrad.hf.sharded import StatesToCome, device_at_work
-from streamgrad.hf.step_facts import PlannedCall, has_foreign_hook, held_bytes, step_facts
+from streamgrad.hf.step_facts import PlannedCall, has_foreign_hook, held_bytes, kind_of_layer, step_facts
 from streamgrad.hf.whole_step import WholePlan, WholeStep
 from streamgrad.memory.costs import LayerCosts
 from streamgrad.memory.device import device_memory, host_budget_bytes, segments_grow, usable_share
@@ -122,19 +122,21 @@ class Planner:
             self.latest, self.latest_shape = plan, (batch, sequence)
         return plan
 
-    def measured_costs(self, samples: Iterable[Sample], backends: Kernels, h_BTE: Tensor, sharing: SequenceSharing) -> LayerCosts:
-        """Return the largest costs of any sample, by which every layer is planned. The first sample must be measurable."""
-        kinds: list[LayerCosts] = []
+    def measured_costs(
+        self, samples: Iterable[Sample], backends: Kernels, h_BTE: Tensor, sharing: SequenceSharing
+    ) -> dict[Hashable, LayerCosts]:
+        """Return the costs of each kind of layer, of which a sample could be measured. The first must be."""
+        kinds: dict[Hashable, LayerCosts] = {}
         for sample in samples:
             try:
-                kinds.append(self._measured(sample, backends, h_BTE, sharing))
+                kinds[kind_of_layer(sample.layer)] = self._measured(sample, backends, h_BTE, sharing)
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, LookupError, SeamError) as error:  # where its kind is called with arguments of its own
                 if not kinds:
                     raise
                 logger.debug("streamgrad: %s is not measured: %s", type(sample.layer).__name__, error)
-        return LayerCosts(*map(max, zip(*map(astuple, kinds), strict=True)))
+        return kinds
 
     def _measured(self, sample: Sample, backends: Kernels, h_BTE: Tensor, sharing: SequenceSharing) -> LayerCosts:
         layer, recurrent = sample.layer, sample.recurrent
@@ -151,7 +153,7 @@ class Planner:
             backends.used.clear()  # on a few tokens other kernels may be the fastest
         return self._costs[key]
 
-    def plan(self, call: PlannedCall, costs: LayerCosts) -> Plan:
+    def plan(self, call: PlannedCall, costs: Mapping[Hashable, LayerCosts]) -> Plan:
         """Return the fastest plan that fits the memory there is now; raise `ValueError` where the user's own limit is too low."""
         batch, sequence = call.h_BTE.shape[:2]
         resident, budget = self._memory_now(call)

@@ -15,8 +15,8 @@ of the device, whose memory waits for it (up to 1.2 GB in the records).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 from streamgrad.engine.policy import LayerPolicy
@@ -63,6 +63,11 @@ class LayerCosts:
     chunk_gradients: float = 0.0  # of experts in one tensor, which each of several chunks makes anew
     looped: float = 0.0  # tensors made a token by a layer with states: many, where it loops over blocks of tokens
 
+    @classmethod
+    def largest(cls, kinds: Iterable[LayerCosts]) -> LayerCosts:
+        """Return the most of every cost over layers of several kinds."""
+        return cls(*map(max, zip(*map(astuple, kinds), strict=True)))
+
     @property
     def longest_chunk(self) -> float:
         """Return the tokens of a row beyond which chunks only take longer; infinite without a loop over blocks of tokens.
@@ -91,17 +96,17 @@ class LayerCosts:
         return 2 * self.attention if shared else 0.0
 
 
-def held_in_backward(policies: Sequence[LayerPolicy], kept: Mapping[LayerPolicy, float]) -> list[float]:
-    """Return the sum of `kept` over the layers whose tensors exist while a layer's backward runs, for each layer.
+def held_in_backward(policies: Sequence[LayerPolicy], kept: Sequence[float]) -> list[float]:
+    """Return the sum of `kept`, of each layer, over the layers whose tensors exist while a layer's backward runs, for each layer.
 
     These are the layers up to it that keep theirs from forward on, and those of its own segment that were run again.
     """
     held, below, again = [], 0.0, 0.0
-    for policy in policies:
+    for policy, own in zip(policies, kept, strict=True):
         if policy.recomputed:
-            again += kept[policy]
+            again += own
         else:
-            below, again = below + kept[policy], 0.0
+            below, again = below + own, 0.0
         held.append(below + again)
     return held
 

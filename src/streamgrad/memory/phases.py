@@ -183,7 +183,7 @@ def _held(load: Workload, policies: Sequence[LayerPolicy], *, on_host: bool) -> 
     """Return what the backward of each layer finds in one of the two places."""
     kept = {policy: _kept(load, policy) if policy.on_host == on_host else {} for policy in set(policies)}
     names = list(dict.fromkeys(name for parts in kept.values() for name in parts))
-    counts = [held_in_backward(policies, {policy: parts.get(name, 0.0) for policy, parts in kept.items()}) for name in names]
+    counts = [held_in_backward(policies, [kept[policy].get(name, 0.0) for policy in policies]) for name in names]
     return [dict(zip(names, row, strict=True)) for row in zip(*counts, strict=True)] or [{}] * len(policies)
 
 

@@ -54,7 +54,11 @@ def readable(count: float) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """One step as far as memory is concerned."""
+    """One step as far as memory is concerned.
+
+    A layer keeps what its kind does: `kind_of` has, for each layer, the place of its kind among `kinds`. Both are empty where all
+    are alike. At work, each is taken for the largest, whose `costs` are the most of any kind.
+    """
 
     costs: LayerCosts
     layers: int
@@ -65,6 +69,8 @@ class Step:
     head_gradient_bytes: float  # that it leaves
     embedding_bytes: float  # where backward reaches the embeddings, beside the gradients of all layers and the head
     leaf_bytes: float = 0.0  # of the first layer's input, where it is a leaf of the graph: it stays, whatever that layer keeps
+    kinds: tuple[LayerCosts, ...] = ()
+    kind_of: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,13 +104,13 @@ def predicted_peak(step: Step, policies: Sequence[LayerPolicy], chunk_sizes: Seq
 
 def _held_around(step: Step, policies: Sequence[LayerPolicy]) -> tuple[list[float], float]:
     """Return the bytes held beside each layer when its backward runs, and beside the head when it works."""
-    kept = {policy: 0.0 if policy.on_host else _kept_bytes(step, policy) for policy in set(policies)}
+    kept = _kept(step, policies, on_host=False)
     always = step.resident_bytes + (step.leaf_bytes if policies[0].on_host else 0.0)
     held = [
         always + count + step.head_gradient_bytes + finished * step.layer_gradient_bytes
         for finished, count in zip(range(step.layers - 1, -1, -1), held_in_backward(policies, kept), strict=True)
     ]
-    return held, always + sum(kept[policy] for policy in policies if not policy.recomputed)
+    return held, always + sum(own for policy, own in zip(policies, kept, strict=True) if not policy.recomputed)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -112,14 +118,21 @@ def _worst_in_layer(costs: LayerCosts, shape: Shape, policy: LayerPolicy, chunk_
     return UNFORESEEN * max(sum(parts.values()) for parts in layer_phases(costs, shape, policy, chunk_size).values())
 
 
-def _kept_bytes(step: Step, policy: LayerPolicy) -> float:
-    return step.shape.tokens * sum(step.costs.kept(policy).values())
+def _kept(step: Step, policies: Sequence[LayerPolicy], *, on_host: bool) -> list[float]:
+    """Return the bytes that each layer keeps in one of the two places."""
+    kinds, kind_of = step.kinds or (step.costs,), step.kind_of or (0,) * step.layers
+    each = list(zip(kind_of, policies, strict=True))
+    kept = {(kind, policy): _kept_bytes(step, policy, kinds[kind]) for kind, policy in set(each) if policy.on_host == on_host}
+    return [kept.get(of_layer, 0.0) for of_layer in each]
+
+
+def _kept_bytes(step: Step, policy: LayerPolicy, costs: LayerCosts) -> float:
+    return step.shape.tokens * sum(costs.kept(policy).values())
 
 
 def host_bytes(step: Step, policies: Sequence[LayerPolicy]) -> float:
     """Return the most that layers keep on the host at a time; buffers of finished layers are used again."""
-    kept = {policy: _kept_bytes(step, policy) if policy.on_host else 0.0 for policy in set(policies)}
-    return max(held_in_backward(policies, kept))
+    return max(held_in_backward(policies, _kept(step, policies, on_host=True)))
 
 
 def in_segments(policies: Sequence[LayerPolicy], layers: int) -> list[LayerPolicy]:
@@ -259,9 +272,10 @@ def _on_host(step: Step, layers: int, keep: str, host_budget_bytes: float) -> li
     attention, inputs = LayerPolicy("attention", on_host=True), LayerPolicy("input", on_host=True)
     if keep == "attention":
         return [attention] * layers
-    spare = host_budget_bytes - layers * _kept_bytes(step, inputs)
+    bytes_of_inputs = _kept_bytes(step, inputs, step.costs)
+    spare = host_budget_bytes - layers * bytes_of_inputs
     # Bounded before it is rounded: a host without a known limit is infinite.
-    with_attention = int(min(layers, max(0.0, spare / (_kept_bytes(step, attention) - _kept_bytes(step, inputs)))))
+    with_attention = int(min(layers, max(0.0, spare / (_kept_bytes(step, attention, step.costs) - bytes_of_inputs))))
     return [inputs] * (layers - with_attention) + [attention] * with_attention
 
 
@@ -335,6 +349,8 @@ class StepFacts:
     budget_bytes: float
     keys_at_once: float = KEYS_AT_ONCE  # as in `memory.costs.Shape`
     ring: int = 1
+    kinds: tuple[LayerCosts, ...] = ()  # as in `Step`
+    kind_of: tuple[int, ...] = ()
 
     def at(self, sequence: int) -> Step:
         hidden, head, tokens = self.position_bytes * sequence, self.head, self.rows * sequence
@@ -348,6 +364,8 @@ class StepFacts:
             head_gradient_bytes=0.0 if head is None else head.gradient_bytes,
             embedding_bytes=hidden if head is None else head.bytes_at_embeddings(tokens),
             leaf_bytes=hidden if self.input_is_leaf else 0.0,
+            kinds=self.kinds,
+            kind_of=self.kind_of,
         )
 
 
