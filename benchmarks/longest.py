@@ -12,6 +12,7 @@ from typing import Any
 import streamgrad
 from benchmarks.lengths import CARDS, Cell
 from benchmarks.train_step import TrainingCase
+from streamgrad.config import parse_bytes
 
 SHARE = 0.97
 LIMIT = CARDS["80GiB"]
@@ -44,6 +45,14 @@ class LongestRecord:
     def case(self) -> TrainingCase:
         """Return the step that confirms it."""
         return _case(self.model, self.training, self.objective, self.offload, self.confirming, self.layers)
+
+    def confirmed_by(self, steps: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+        """Return the last of the recorded steps that confirms it, if one does."""
+        asked = {
+            "model": self.model, "training": self.training, "objective": self.objective, "seq_len": self.confirming,
+            "limit_bytes": parse_bytes(self.limit), "optimizer": "none", "error": None,
+        }  # fmt: skip
+        return next((row for row in reversed(steps) if asked.items() <= row.items()), None)
 
 
 def _case(model: str, training: str, objective: str, offload: str, tokens: int, layers: int) -> TrainingCase:

@@ -23,7 +23,6 @@ from benchmarks.selection import (
     token_bytes,
 )
 from benchmarks.words import STEP_METHODS, fault_note, gb, markdown_table, ms, no_record, or_dash, origin, picture
-from streamgrad.config import parse_bytes
 from streamgrad.hf.configs import preset_config
 
 _LENGTH_COLUMNS = ["inputs kept", "layers built", "peak", "of it ballast", "cap"]
@@ -129,10 +128,8 @@ def longest(records: Records, paper: dict[str, Any]) -> list[str]:
 def _longest_predicted(records: Records, theirs: dict[str, Any]) -> list[str]:
     """Return the table of predicted maxima, each with the step that confirms it, if one ran."""
     rows, used = [], []
-    confirmed = latest(records["train_step"], "model", "training", "objective", "seq_len", "limit_bytes", "optimizer")
     for prediction in sorted(predictions_in(records["longest"]), key=lambda each: (each.objective, each.offload, each.model)):
-        cell = (prediction.model, prediction.training, prediction.objective, prediction.confirming)
-        step = confirmed.get((*cell, parse_bytes(prediction.limit), "none"))
+        step = prediction.confirmed_by(records["train_step"])
         length = paper_longest(vars(prediction), theirs)
         rows.append([
             prediction.objective.upper(), f"{prediction.model} {prediction.training}",
@@ -147,8 +144,8 @@ def _longest_predicted(records: Records, theirs: dict[str, Any]) -> list[str]:
     return [
         "What the planner gives as the longest sequence of a step in 79 GiB, without host memory and with it, where layers keep "
         "the input of every n-th (`recompute_layers`). Predictions are confirmed by a step at 97 % of them: of the last layer "
-        "or, where its input is recomputed, of the last two, with ballast on the device and on the host for what the others hold "
-        "at most at a time.",
+        "or, where its input is recomputed, of the last two, with ballast on the device and on the host for what the whole "
+        "model's step is predicted to hold more.",
         markdown_table(header, rows),
         *([origin(used)] if used else []),
         "Predictions: "

@@ -173,7 +173,7 @@ def _train_step_line(record: TrainStepRecord) -> str:
 
 def bench_longest(
     confirm: Annotated[
-        float | None, typer.Option(help="Run the steps at 97 % of predictions that take at most so many seconds.")
+        float | None, typer.Option(help="Run steps at 97 % of predictions that no record confirms, of at most so many seconds.")
     ] = None,
     predictions: Annotated[Path, typer.Option(help="With --confirm: the file of predictions.")] = RESULTS / "longest.jsonl",
     objective: Annotated[str | None, typer.Option(help="sft, dpo or grpo.", show_default="all")] = None,
@@ -207,6 +207,7 @@ def bench_longest(
                 )  # fmt: skip
         return
     rows = [row for row in rows_in(predictions) if row["objective"] in objectives and row["offload"] in places]
-    chosen = [record.case() for record in predictions_in(rows) if record.seconds <= confirm]
+    steps = rows_in(predictions.with_name("train_step.jsonl"))
+    chosen = [each.case() for each in predictions_in(rows) if each.seconds <= confirm and each.confirmed_by(steps) is None]
     command = command_line("longest", confirm=f"{confirm:g}", objective=objective, offload=offload)
     _run_cases(chosen, command, out or MEASURED / "train_step.jsonl", device=device, resume=resume)
