@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import streamgrad
-from gradients import errors_by_name
+from gradients import errors_by_name, no_float32
 from streamgrad.hf import step_plan, weights_ahead
 from streamgrad.hf.sharded import groups_of
 from streamgrad.hf.weights_ahead import _Arrived
@@ -75,13 +75,14 @@ def one_rank_on_a_gpu():
     torch.distributed.destroy_process_group()
 
 
-def build(*, sharded: bool, device: str = "cpu", options=None, **shape):
+def build(*, sharded: bool, enabled: bool = True, device: str = "cpu", options=None, **shape):
     model = tiny_model("llama", **{"num_hidden_layers": LAYERS} | shape, dtype=torch.float64).to(device)
     if sharded:
         mesh = init_device_mesh(device, (1,))
         for unit in [*model.model.layers, model]:
             fully_shard(unit, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=device != "cpu"))
-    streamgrad.enable(model, **{"chunk_size": 8, "keep": "input", "offload": "none"} | (options or {}))
+    if enabled:
+        streamgrad.enable(model, **{"chunk_size": 8, "keep": "input", "offload": "none"} | (options or {}))
     return model
 
 
@@ -92,17 +93,24 @@ def trained(model, steps, device="cpu"):
         ids = tokens(2, 24, seed=step).to(device)
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
+    return gradients_of(model)
+
+
+def gradients_of(model):
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return {name: (grad.to_local() if isinstance(grad, DTensor) else grad).cpu() for name, grad in gradients.items()}
+    local = {name: grad.to_local() if isinstance(grad, DTensor) else grad for name, grad in gradients.items()}
+    return {name: None if grad is None else grad.cpu() for name, grad in local.items()}
 
 
-def test_steps_are_those_of_weights_on_the_device(fetched):
-    expected = trained(build(sharded=False), steps=3)
-    actual = trained(build(sharded=True), steps=3)
-    assert max(errors_by_name(actual, expected).values()) < 1e-12
-    # Every layer but the first in forward, and but the last in backward.
+@pytest.mark.parametrize("keep", ["input", "attention", "all"])
+def test_steps_are_those_of_plain_backpropagation(fetched, keep):
+    with no_float32():
+        expected = trained(build(sharded=False, enabled=False), steps=3)
+        actual = trained(build(sharded=True, options={"keep": keep}), steps=3)
+    assert max(errors_by_name(actual, expected).values()) < 1e-9
+    # Every layer but the first in forward, and but the last in backward. Layers that keep all run plain.
     of_layer = len(list(tiny_model("llama").model.layers[0].parameters()))
-    assert fetched == [True] * (3 * 2 * (LAYERS - 1) * of_layer)
+    assert fetched == [True] * (0 if keep == "all" else 3 * 2 * (LAYERS - 1) * of_layer)
 
 
 def test_weights_that_change_after_they_were_fetched(fetched):
@@ -144,12 +152,16 @@ def test_a_hook_that_changes_weights_unseen_before_they_are_gathered(fetched, ch
 
 
 def test_nothing_is_left_where_lower_layers_need_no_gradient(fetched):
-    model = build(sharded=True)
-    model.model.layers[0].requires_grad_(False)
-    model.model.embed_tokens.requires_grad_(False)
-    ids = tokens(2, 24)
-    model(input_ids=ids, labels=ids).loss.backward()
-    assert not left_over(model) and fetched
+    found = []
+    with no_float32():
+        for sharded in (True, False):
+            model, ids = build(sharded=sharded, enabled=sharded), tokens(2, 24)
+            model.model.layers[0].requires_grad_(False)
+            model.model.embed_tokens.requires_grad_(False)
+            model(input_ids=ids, labels=ids).loss.backward()
+            found.append(gradients_of(model))
+            assert not left_over(model)
+    assert fetched and max(errors_by_name(*found).values()) < 1e-10
 
 
 def test_nothing_is_left_where_a_call_ends_early(fetched):
@@ -180,8 +192,8 @@ def test_what_a_failed_backward_has_left_is_dropped(fetched):
     with torch.no_grad():
         torch._foreach_mul_([each.sharded_param.to_local() for each in waiting], 1.25)
         torch._foreach_mul_(list(plain.model.layers[0].parameters()), 1.25)
-    ahead = weights_ahead.WeightsAhead(model.model.layers)
-    assert not left_over(model) and ahead
+    weights_ahead.WeightsAhead(model.model.layers)
+    assert not left_over(model)
     for each, expected in zip(waiting, plain.model.layers[0].parameters(), strict=True):
         assert torch.equal(each.all_gather_inputs[0], expected.flatten())
 
