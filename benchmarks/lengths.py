@@ -78,19 +78,12 @@ def cells(objective: str, *, model: str | None = None, card: str = "80GiB") -> l
 
 
 def ballast_of_missing_layers(
-    model: str,
-    *,
-    offload: str = "none",
-    has_copy: bool = False,
-    kept_bytes: int | None = None,
-    frees_gradients: bool = False,
-    states: int = 0,
+    model: str, *, offload: str = "none", has_copy: bool = False
 ) -> Callable[[PreTrainedModel, int], int]:
     """Return a function that counts the device bytes of the layers which a cut model lacks, where layers keep their inputs.
 
     A layer has its weights, and its input until its backward pass, from then on its gradients: the larger of the two counts. With
-    `has_copy`, a frozen reference model lacks the same layers. `kept_bytes` is what all of these layers keep on the device, if
-    some keep it elsewhere; an optimizer has `states` for each trained weight, as large as the weight, and may free gradients.
+    `has_copy`, a frozen reference model lacks the same layers.
     """
 
     def ballast(network: PreTrainedModel, tokens: int) -> int:
@@ -99,8 +92,7 @@ def ballast_of_missing_layers(
         weights = sum(p.nbytes * (1 + has_copy) for p in layers[0].parameters())
         trained = sum(p.nbytes for p in layers[0].parameters() if p.requires_grad)
         inputs = 0 if offload == "host" else missing * tokens * network.config.hidden_size * network.dtype.itemsize
-        gradients = 0 if frees_gradients else missing * trained
-        return missing * (weights + states * trained) + max(inputs if kept_bytes is None else kept_bytes, gradients)
+        return missing * weights + max(inputs, missing * trained)
 
     return ballast
 

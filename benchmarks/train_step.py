@@ -30,10 +30,10 @@ from streamgrad.memory.device import available_host_bytes
 from streamgrad.memory.this_machine import machine
 
 OPTIMIZERS = ("none", "adamw", "adamw8bit", "in-backward", "adamw8bit-in-backward", "host")
-# What a layer adds to a step, whatever the size of its chunks.
-_OF_LAYERS = ("weights", "optimizer state", "gradients", "kept inputs", "hidden states")
 # What `estimate` calls them.
 _PLANNED_AS = {"adamw8bit-in-backward": "in-backward"}
+# The components that have the same bytes whatever the size of chunks.
+_OF_ANY_CHUNKS = ("weights", "optimizer state", "gradients", "kept inputs", "hidden states")
 _SHORT = 1024
 
 
@@ -167,13 +167,13 @@ class TrainingCase:
     def ballast(self) -> tuple[int, int]:
         """Return the bytes, on the device and on the host, that stand for layers which are not built.
 
-        That is what the whole model's step is predicted to hold more, each at its peak, but for what goes by the size of chunks:
-        these are planned beside the ballast.
+        That is what the whole model's step is predicted to hold more than that of the layers which are built, each at its peak.
+        What goes by the size of chunks is left out, as these are planned beside the ballast.
         """
         if self.layers is None:
             return 0, 0
         whole, cut = self.outlook, self._cut_outlook
-        held = {name: whole.device_bytes.get(name, 0) - cut.device_bytes.get(name, 0) for name in _OF_LAYERS}
+        held = {name: whole.device_bytes.get(name, 0) - cut.device_bytes.get(name, 0) for name in _OF_ANY_CHUNKS}
         device = sum(held.values()) + self._unplanned(held)
         return int(device), int(sum(whole.host_bytes.values()) - sum(cut.host_bytes.values()))
 

@@ -209,5 +209,8 @@ def bench_longest(
     rows = [row for row in rows_in(predictions) if row["objective"] in objectives and row["offload"] in places]
     steps = rows_in(predictions.with_name("train_step.jsonl"))
     chosen = [each.case() for each in predictions_in(rows) if each.seconds <= confirm and each.confirmed_by(steps) is None]
+    if not chosen:
+        console.print(f"Records confirm every prediction whose step takes at most {confirm:g} s.", soft_wrap=True)
+        return
     command = command_line("longest", confirm=f"{confirm:g}", objective=objective, offload=offload)
     _run_cases(chosen, command, out or MEASURED / "train_step.jsonl", device=device, resume=resume)
