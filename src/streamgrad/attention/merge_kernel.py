@@ -29,7 +29,7 @@ def merge_(out_BHLD: Tensor, lse_BHL: Tensor, other_BHLD: Tensor, other_lse_BHL:
         )  # fmt: skip
 
 
-# What follows the length of a sequence, of which Triton would compile a second kernel for those that 16 divides.
+# These follow the length of a sequence: Triton would compile a second kernel for lengths that 16 divides, which is no faster.
 @triton.jit(do_not_specialize=["length", "lse_b", "lse_h", "other_lse_b", "other_lse_h"])
 def _merge_kernel(
     out, lse, other, other_lse, length, out_b, out_h, out_l, out_d, lse_b, lse_h, lse_l,

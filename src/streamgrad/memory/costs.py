@@ -97,9 +97,9 @@ class LayerCosts:
 
 
 def held_in_backward(policies: Sequence[LayerPolicy], kept: Sequence[float]) -> list[float]:
-    """Return the sum of `kept`, of each layer, over the layers whose tensors exist while a layer's backward runs, for each layer.
+    """Return, for each layer, what all layers hold while its backward runs, if each one keeps `kept`.
 
-    These are the layers up to it that keep theirs from forward on, and those of its own segment that were run again.
+    The layers up to it hold what they keep from forward on, and those of its own segment what was made when they were run again.
     """
     held, below, again = [], 0.0, 0.0
     for policy, own in zip(policies, kept, strict=True):

@@ -1,8 +1,8 @@
 """Triton kernels for the parts of a decoder layer between its matrix products: fp32 in registers, one rounding at the end.
 
 They equal the torch functions of the same names in `fused`, which are their reference. Importing this module needs Triton;
-`fused` imports it only for tensors on a GPU. Offsets are 64-bit: rows x width exceeds 2^31. Triton compiles a kernel anew for
-numbers that 16 divides, unless told not to: those that follow the length of a sequence are not worth it.
+`fused` imports it only for tensors on a GPU. Offsets are 64-bit: rows x width exceeds 2^31. Triton compiles a second kernel for
+numbers that 16 divides, unless told not to, as for the number of rows, which is only compared with.
 
 Shapes: N rows, E width of a row, B batch, H and G heads, L tokens, D head size.
 """
