@@ -22,18 +22,19 @@ from benchmarks.records import EVERYTHING, Session
 from benchmarks.step import NOTHING, StepRecord, Timing, circumstances, clear_memory
 from benchmarks.subject import Subject
 from streamgrad.config import StreamConfig, parse_bytes
+from streamgrad.engine.policy import LayerPolicy
 from streamgrad.hf.configs import preset_config
 from streamgrad.hf.estimate import Estimator, estimator_of
 from streamgrad.hf.estimate_options import Options
 from streamgrad.hf.report import Outlook
+from streamgrad.memory.costs import sum_of
 from streamgrad.memory.device import available_host_bytes
+from streamgrad.memory.phases import host_parts, largest, streamed_phases
 from streamgrad.memory.this_machine import machine
 
 OPTIMIZERS = ("none", "adamw", "adamw8bit", "in-backward", "adamw8bit-in-backward", "host")
 # What `estimate` calls them.
 _PLANNED_AS = {"adamw8bit-in-backward": "in-backward"}
-# The components that have the same bytes whatever the size of chunks.
-_OF_ANY_CHUNKS = ("weights", "optimizer state", "gradients", "kept inputs", "hidden states")
 _SHORT = 1024
 
 
@@ -152,30 +153,34 @@ class TrainingCase:
         return self._all_layers - kept[-1]
 
     @cached_property
-    def _cut_outlook(self) -> Outlook:
-        """Return what is predicted of the step of the layers that are built, in all of the memory."""
-        assert self.layers is not None
-        whole, config = self.estimator(), self.config()
-        shape = replace(
-            whole.shape, layers=self.layers, full_attention_layers=min(self.layers, whole.shape.full_attention_layers)
-        )
-        options = replace(whole.options, offload=config.offload, recompute_layers=config.recompute_layers)
-        estimator = Estimator(shape, options)
-        return estimator.streamed(estimator.load(self.tokens), longest=0)
-
-    @cached_property
     def ballast(self) -> tuple[int, int]:
         """Return the bytes, on the device and on the host, that stand for layers which are not built.
 
-        That is what the whole model's step is predicted to hold more than that of the layers which are built, each at its peak.
-        What goes by the size of chunks is left out, as these are planned beside the ballast.
+        That is what the whole model's step is predicted to hold more than that of the layers which are built, each at its peak,
+        with the same chunks.
         """
         if self.layers is None:
             return 0, 0
-        whole, cut = self.outlook, self._cut_outlook
-        held = {name: whole.device_bytes.get(name, 0) - cut.device_bytes.get(name, 0) for name in _OF_ANY_CHUNKS}
-        device = sum(held.values()) + self._unplanned(held)
-        return int(device), int(sum(whole.host_bytes.values()) - sum(cut.host_bytes.values()))
+        whole, config, plan = self.estimator(), self.config(), self.outlook.plan
+        assert plan is not None
+        shape = replace(
+            whole.shape, layers=self.layers, full_attention_layers=min(self.layers, whole.shape.full_attention_layers)
+        )
+        last = plan.policies[-self.layers :]
+        built = Estimator(shape, replace(whole.options, offload=config.offload, recompute_layers=config.recompute_layers))
+        rows = whole.options.card(whole.state).head_rows(whole.load(self.tokens), plan)
+        held = self._held(whole, plan.policies, plan.chunk_sizes, rows)
+        of_built = self._held(built, [replace(last[0], recomputed=False), *last[1:]], plan.chunk_sizes[-self.layers :], rows)
+        missing = {name: count - built.state.device.get(name, 0.0) for name, count in whole.state.device.items()}
+        return int(held[0] - of_built[0] + self._unplanned(missing)), int(held[1] - of_built[1])
+
+    def _held(
+        self, estimator: Estimator, policies: Sequence[LayerPolicy], chunk_sizes: Sequence[int], head_rows: int
+    ) -> tuple[float, float]:
+        """Return the most bytes that a step holds, on the device and on the host."""
+        load = estimator.load(self.tokens)
+        phase = largest(streamed_phases(load, policies, chunk_sizes, head_rows))
+        return phase.total_bytes, sum(sum_of(estimator.state.host, host_parts(load, policies)).values())
 
 
 def optimizer_for(name: str, network: torch.nn.Module) -> torch.optim.Optimizer | None:

@@ -70,9 +70,9 @@ class Card:
     def _planned(self, load: Workload, chunk_size: int | None, budget_bytes: float) -> tuple[Plan, Phase]:
         choices = Choices(self.keep, self.offload, chunk_size, self.recompute_layers)
         plan, _ = choose_plan(_step(load, budget_bytes), choices, Budget(budget_bytes, self.host_bytes))
-        return plan, largest(streamed_phases(load, plan.policies, plan.chunk_sizes, self._head_rows(load, plan)))
+        return plan, largest(streamed_phases(load, plan.policies, plan.chunk_sizes, self.head_rows(load, plan)))
 
-    def _head_rows(self, load: Workload, plan: Plan) -> int:
+    def head_rows(self, load: Workload, plan: Plan) -> int:
         """Return the size of the head's chunks: an eighth of the memory that is free when it starts."""
         shape = load.shape
         at_once = [policy for policy in plan.policies if not policy.on_host and not policy.recomputed]
