@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from streamgrad.attention import backends
-from streamgrad.attention.backends import Block, backends_named, choose
+from streamgrad.attention.backends import Block, backends_named, choose, cudnn
 from streamgrad.attention.backends.cudnn_plans import FLASH_LOSS, PLAN_SECONDS, PlanPrices
+from streamgrad.engine.kv_chunk import KeyValueStream
 
 
 def operands(rows: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,3 +66,17 @@ def test_a_plan_is_worth_it_for_the_third_step_in_a_row():
     prices, flops = PlanPrices(), 1e-3 * PLAN_SECONDS / FLASH_LOSS
     steps = ["a", "a", "b", "a", "a", "a", "b", "a", "b"]
     assert [prices.is_worth_in_step((step,), flops) for step in steps] == [False] * 5 + [True, False, True, False]
+
+
+def test_chunks_of_equal_shapes_share_their_plans_whatever_the_length_of_the_sequence():
+    """torch finds a plan by shapes and strides. A sequence whose length is new has chunks that are not."""
+    key_BGLD = torch.randn(1, 128, 8, 16).transpose(1, 2)
+    found = []
+    for length in (300, 301):
+        stream = KeyValueStream(length)
+        for start in (0, 128):
+            stream.write(start, start + 128, key_BGLD, -key_BGLD)
+        parts = [cudnn._keys(tensor, start, start + 128) for tensor in stream.read(0, 256) for start in (0, 128)]
+        assert all(torch.equal(part, sign * key_BGLD) for part, sign in zip(parts, (1, 1, -1, -1), strict=True))
+        found.append([(part.shape, part.stride()) for part in parts])
+    assert found[0] == found[1]

@@ -131,8 +131,9 @@ class KeyValueStream:
         return dkey, dvalue
 
     def _full_length(self, chunk_BGLD: Tensor) -> Tensor:
+        """Return (B, G, T, D) with a token's heads beside each other, as layers make them: strides are alike at every length."""
         batch, heads, _, size = chunk_BGLD.shape
-        return chunk_BGLD.new_empty(batch, heads, self.length, size)
+        return chunk_BGLD.new_empty(batch, self.length, heads, size).transpose(1, 2)
 
 
 @dataclass
