@@ -15,6 +15,7 @@ from gradients import assert_as_exact_as_plain, assert_same_step, assert_step_as
 from lora import with_lora
 from quantized import KINDS, bitsandbytes, dequantized_model, quantized_model
 from streamgrad.engine import layer as engine_layer
+from streamgrad.engine import unread
 from streamgrad.hf.patching import InstalledForward
 from streamgrad.hf.step_facts import held_bytes
 from streamgrad.memory.live_bytes import LiveBytes
@@ -137,6 +138,78 @@ def test_dequantisations():
         forward, backward = chunks * expected["forward"] + again, chunks * expected["backward"]
         assert dequantisations(model) == {"forward": forward, "backward": backward}
         streamgrad.disable(model)
+
+
+def seeded_step(model, inputs: dict):
+    torch.manual_seed(0)
+    return run_step(model, inputs)
+
+
+FOUR_BITS = [kind for kind in KINDS if kind != "int8"]
+
+
+@pytest.mark.parametrize("keep", ["input", "attention"])
+@pytest.mark.parametrize("kind", FOUR_BITS)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_gradients_of_later_steps_are_those_of_the_first(kind, keep, device, monkeypatch):
+    """From the second on, layers do not run their last product again. Dropout is drawn as in forward."""
+    monkeypatch.setitem(unread._FEWEST_TOKENS, device, 0)
+    model = with_lora(quantized_model(kind, dtype=torch.bfloat16), targets=EVERYWHERE, dropout=0.3).to(device)
+    inputs = {name: tensor.to(device) for name, tensor in batch().items()}
+    streamgrad.enable(model, chunk_size=7, keep=keep)
+    first, *later = (seeded_step(model, inputs) for _ in range(4))
+    for step in later:
+        assert_same_step(step, first, 2**-8)
+
+
+def products_of_last_maps(model) -> int:
+    """How many products of more tokens than a guard's two there are with `down_proj` in a later step, forward ones aside."""
+    library, counted = bitsandbytes(), []
+    original = library.matmul_4bit
+
+    def product(hidden, weight, *args, **options):
+        counted.append(hidden.shape[-1] == model.config.intermediate_size and hidden.shape[-2] > 2)
+        return original(hidden, weight, *args, **options)
+
+    for _ in range(2):
+        run_step(model, batch(24))
+    loss = model(**batch(24)).loss
+    with mock.patch.object(library, "matmul_4bit", product):
+        loss.backward()
+    return sum(counted)
+
+
+@pytest.mark.parametrize("adapted", [EVERYWHERE, r".*q_proj"])
+def test_the_last_product_of_a_layer_is_not_run_again(adapted):
+    model = with_lora(quantized_model("nf4", dtype=torch.bfloat16), targets=adapted)
+    model.enable_input_require_grads()
+    streamgrad.enable(model, chunk_size=8)
+    assert products_of_last_maps(model) == 0
+    watched = model.get_submodule("base_model.model.model.layers.0.mlp.down_proj")
+    seen = []
+    watched.register_forward_hook(lambda module, args, out: seen.append(out.float().sum().item()))
+    assert products_of_last_maps(model) == 3  # of one layer, in three chunks
+    assert seen
+
+
+@pytest.mark.parametrize("change", ["bias", "float32 inputs", "forward of its own", "a program's class"])
+def test_a_map_that_does_more_than_multiply_is_run_again(change):
+    model = with_lora(quantized_model("nf4", dtype=torch.bfloat16), targets=r".*q_proj")
+    model.enable_input_require_grads()
+    down = [layer.mlp.down_proj for layer in model.base_model.model.model.layers]
+    for module in down:
+        if change == "bias":
+            module.bias = torch.nn.Parameter(torch.full((module.out_features,), 0.25, dtype=torch.bfloat16))
+        elif change == "float32 inputs":
+            module.compute_dtype = torch.float32
+        elif change == "forward of its own":
+            module.forward = lambda x, own=module: 2 * type(own).forward(own, x)
+        else:
+            module.__class__ = type("Twice", (type(module),), {"forward": lambda self, x: 2 * super(type(self), self).forward(x)})
+    plain = run_step(model, batch(24))
+    streamgrad.enable(model, chunk_size=8)
+    assert products_of_last_maps(model) == 6
+    assert_same_step(run_step(model, batch(24)), plain, 2**-5)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])

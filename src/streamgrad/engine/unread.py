@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _module
 
+from streamgrad.engine.four_bit_maps import four_bit_product, is_four_bit_linear
 from streamgrad.engine.grad_accumulator import GradAccumulator, linear, may_be_deferred
 from streamgrad.engine.linear_maps import is_plain_linear, is_watched
 from streamgrad.engine.module_walk import modules_of
@@ -61,7 +62,7 @@ class UnreadProducts:
         else:
             self._is_tried, forward = True, _forward
             modules = [module for module in (each() for each in self._maps) if module is not None]
-        linear_maps = [module for module in modules if is_plain_linear(module)]
+        linear_maps = [module for module in modules if is_plain_linear(module) or is_four_bit_linear(module)]
         return temporary_attributes((module, "forward", functools.partial(forward, module)) for module in linear_maps)
 
     def learn(self, out: Tensor) -> None:
@@ -73,8 +74,8 @@ class UnreadProducts:
             self._known[self._layer] = _maps(out.labels() if isinstance(out, Deferred) else [])
 
     def _noted(self, module: Any, input: Tensor) -> Tensor:
-        """Return `nn.Linear.forward(module, input)`, and note which node of the graph has made it."""
-        out = nn.Linear.forward(module, input)
+        """Return what the module's own forward does, and note which node of the graph has made it."""
+        out: Tensor = type(module).forward(module, input)
         if torch.compiler.is_compiling() or self._made is None:
             return out
         if out.grad_fn is not None and may_be_deferred(out.dtype):
@@ -87,13 +88,13 @@ def _maps(modules: Iterable[nn.Module]) -> list[_Map]:
 
 
 def _terms(out: Tensor, made: dict[Any, nn.Module]) -> list[nn.Module]:
-    """Return the maps among those that `made` products, by their nodes, of whose products `out` is a sum."""
+    """Return the maps among those that `made` products, by their nodes, of which, or of copies of which, `out` is a sum."""
     nodes, found = [out.grad_fn], []
     seen = set(nodes)
     for node in nodes:  # which grow on the way
         if node in made:
             found.append(made[node])
-        elif node is not None and node.name() == "AddBackward0":
+        elif node is not None and node.name() in ("AddBackward0", "CloneBackward0"):
             following = {each for each, _ in node.next_functions} - seen
             seen |= following
             nodes += following
@@ -101,8 +102,11 @@ def _terms(out: Tensor, made: dict[Any, nn.Module]) -> list[nn.Module]:
 
 
 def _forward(module: Any, input: Tensor) -> Tensor:
-    """Return `nn.Linear.forward(module, input)`, deferred unless its operands are of classes with operations of their own."""
-    plain = type(input) is Tensor and type(module.weight) in (Tensor, nn.Parameter, GradAccumulator) and input.dim() > 1
-    if plain and not input.is_complex() and not torch.compiler.is_compiling():
-        return linear(input, module.weight, module.bias, label=module)
-    return nn.Linear.forward(module, input)
+    """Return what the module's own forward does, deferred unless its operands are of classes with operations of their own."""
+    product = None
+    if type(input) is Tensor and input.dim() > 1 and not torch.compiler.is_compiling():
+        if type(module) is not nn.Linear:
+            product = four_bit_product(module, input, label=module) if may_be_deferred(input.dtype) else None
+        elif type(module.weight) in (Tensor, nn.Parameter, GradAccumulator) and not input.is_complex():
+            product = linear(input, module.weight, module.bias, label=module)
+    return type(module).forward(module, input) if product is None else product

@@ -3,16 +3,17 @@
     Deferred.product(hidden, weight, bias)  ==  F.linear(hidden, weight, bias)
     residual + Deferred                     ==  a Deferred of the sum
 
-A sum of equal shapes stays deferred. Every other operation has the values computed first, once, so a program gets what it would
-have got without; so do methods that read or replace a tensor's memory. Code outside of torch that is given the tensor itself and
-takes its address gets an error. Autograd takes a Deferred for the tensor that it stands for: the graph is there, whether or not
-the values are.
+A copy stays deferred, and a sum of equal shapes. Every other operation has the values computed first, once, so a program gets
+what it would have got without; so do methods that read or replace a tensor's memory. Code outside of torch that is given the
+tensor itself and takes its address gets an error. Autograd takes a Deferred for the tensor that it stands for: the graph is
+there, whether or not the values are.
 """
 
 from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,19 +25,22 @@ from streamgrad.ops.autograd import without_autocast
 
 
 class Deferred(Tensor):
-    """A product, or a sum that has one in it, which is computed where it is read."""
+    """A product, or a copy of one or a sum that has one in it, which is computed where it is read."""
 
-    _operands: tuple[Tensor, ...]  # hidden, weight and perhaps bias of a product, or two terms; none once it is computed
+    _operands: tuple[Tensor, ...]  # hidden, weight and perhaps bias of a product, or one or two terms; none once it is computed
+    _function: Callable[..., Tensor]  # of a product
     _versions: list[int]  # of the operands
     _label: Any  # of a product; None for a sum
     _computed: Tensor | None
     _sums: list[weakref.ref[Deferred]]  # that it is a term of
 
     @staticmethod
-    def __new__(cls, operands: tuple[Tensor, ...], shape: torch.Size, label: Any = None) -> Deferred:
+    def __new__(
+        cls, operands: tuple[Tensor, ...], shape: torch.Size, label: Any = None, function: Callable[..., Tensor] = F.linear
+    ) -> Deferred:
         like = operands[0]
         deferred: Deferred = Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
-        deferred._operands, deferred._label, deferred._computed = operands, label, None
+        deferred._operands, deferred._label, deferred._function, deferred._computed = operands, label, function, None
         deferred._versions, deferred._sums = [operand._version for operand in operands], []
         for operand in operands:
             if isinstance(operand, Deferred):
@@ -44,16 +48,29 @@ class Deferred(Tensor):
         torch._C._set_throw_on_mutable_data_ptr(deferred)  # which would be null
         return deferred
 
-    def __init__(self, operands: tuple[Tensor, ...], shape: torch.Size, label: Any = None) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
         """Do nothing: `__new__` has done it."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def product(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, *, label: Any) -> Deferred:
-        """Return `F.linear(hidden, weight, bias)`, whose operands have one dtype; `label` tells it from other products."""
+    def product(
+        cls,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        label: Any,
+        function: Callable[..., Tensor] = F.linear,
+        outputs: int | None = None,
+    ) -> Deferred:
+        """Return `function(hidden, weight, bias)`, of `hidden`'s dtype; `label` tells it from other products.
+
+        The function is linear in `hidden`. A token has as many `outputs` as the weight has rows, unless they are given.
+        """
         operands = (hidden, weight) if bias is None else (hidden, weight, bias)
-        return cls(operands, torch.Size((*hidden.shape[:-1], weight.shape[0])), label)
+        shape = torch.Size((*hidden.shape[:-1], weight.shape[0] if outputs is None else outputs))
+        return cls(operands, shape, label, function)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -63,6 +80,8 @@ class Deferred(Tensor):
             left, right = map(_computed, args)
             if _may_stay_deferred(left, right):
                 return cls((left, right), left.shape)
+        if function is torch.ops.aten.clone.default and not kwargs and type(_computed(args[0])) is Deferred:
+            return cls(args, args[0].shape)
         result = function(*tree_map_only(Deferred, cls.values, args), **tree_map_only(Deferred, cls.values, kwargs or {}))
         # What was changed in place is still the tensor that the program knows.
         changed = (arg for arg in args if isinstance(arg, Deferred) and arg._computed is result)
@@ -82,10 +101,10 @@ class Deferred(Tensor):
             self._check_operands()
             with torch.no_grad(), without_autocast(self.device.type):
                 if self._label is None:
-                    left, right = (each._compute() if isinstance(each, Deferred) else each for each in self._operands)
-                    self._computed = left + right
+                    first, *rest = (each._compute() if isinstance(each, Deferred) else each for each in self._operands)
+                    self._computed = first + rest[0] if rest else first.clone()
                 else:
-                    self._computed = F.linear(*self._operands)
+                    self._computed = self._function(*self._operands)
             self._operands = ()
         return self._computed
 
@@ -96,10 +115,10 @@ class Deferred(Tensor):
         self._check_operands()
         with without_autocast(self.device.type):
             if self._label is None:
-                left, right = (_last_and_combined(each, weights_1L) for each in self._operands)
-                return left + right
+                first, *rest = (_last_and_combined(each, weights_1L) for each in self._operands)
+                return sum(rest, first)
             hidden, weight, *bias = self._operands
-            product = F.linear(_last_and_combined(hidden, weights_1L), weight)
+            product = self._function(_last_and_combined(hidden, weights_1L), weight)
             if not bias:
                 return product
             return product + torch.cat([torch.ones_like(weights_1L[:, :1]), weights_1L.sum(dim=1, keepdim=True)]) * bias[0]
