@@ -25,6 +25,7 @@ from streamgrad.cli.bench_run import device_name, median_ms
 from streamgrad.engine.shortage import is_out_of_memory
 from streamgrad.hf.configs import preset_config, with_layers
 from streamgrad.hf.patching import InstalledForward
+from streamgrad.hf.quantized import bytes_of
 from streamgrad.memory.live_bytes import peak_bytes_of
 
 _PACKAGES = ("transformers", "peft", "bitsandbytes", "flash-linear-attention", "liger-kernel", "triton")
@@ -224,7 +225,7 @@ def _measured(
         for _ in range(repeats[0]):
             step()  # what libraries set up at their first uses, cuDNN's plans among it, is no part of a step
         peak_bytes = peak_bytes_of(step, device)[1]  # above weights and the gradients of the step before
-        held = sum(parameter.nbytes * (1 + parameter.requires_grad) for parameter in model.parameters())
+        held = bytes_of(model.parameters()) + sum(each.nbytes for each in model.parameters() if each.requires_grad)
         return median_ms(step, device, repeats[1]), peak_bytes + held, None
     except (RuntimeError, MemoryError) as failure:
         if not is_out_of_memory(failure):
