@@ -161,6 +161,12 @@ CASES: dict[str, Callable[[int | None, torch.device], Case]] = {
     "qwen3.5": hybrid("qwen3_5_text", 8),
 }
 
+# What Liger knows them by.
+_TYPES = {
+    "experts": "qwen3_moe", "images": "qwen3_vl", "gemma-3-4b": "gemma3_text", "lora-8b": "qwen3", "qlora-8b": "qwen3",
+    "qlora-32b": "qwen3", "qwen3-next": "qwen3_next", "qwen3.5": "qwen3_5_text",
+}  # fmt: skip
+
 
 def measure_family(
     *, case: str, lengths: Sequence[int], methods: Sequence[str], limit_bytes: int | None, layers: int | None, runs: int,
@@ -175,13 +181,12 @@ def measure_family(
         torch.cuda.set_per_process_memory_fraction(limit_bytes / torch.cuda.get_device_properties(device).total_memory)
     told = {"case": case, "limit_bytes": limit_bytes, "device": device_name(device), "command": command,
             "versions": versions(*_PACKAGES)}  # fmt: skip
-    model, batch = CASES[case](layers, device)
-    kind = _inner(model).config.model_type.removesuffix("_text")
-    yield from _measured_by([name for name in methods if name != "liger"], model, batch, lengths, (warm_ups, runs), device, told)
-    if "liger" in methods:
-        del model, batch
+    others = [name for name in methods if name != "liger"]
+    if others:
+        yield from _measured_by(others, *CASES[case](layers, device), lengths, (warm_ups, runs), device, told)
         _free(None, device)
-        apply_liger(kind, fused_loss=True)
+    if "liger" in methods:
+        apply_liger(_TYPES[case], fused_loss=True)
         yield from _measured_by(["liger"], *CASES[case](layers, device), lengths, (warm_ups, runs), device, told)
 
 

@@ -44,10 +44,10 @@ HEAD_PIECES = 16
 def apply_liger(model_type: str, *, fused_loss: bool) -> None:
     """Give every model of this type that the process builds from now on Liger's kernels."""
     try:
-        liger = importlib.import_module("liger_kernel.transformers")
+        liger = importlib.import_module("liger_kernel.transformers.monkey_patch")
     except ModuleNotFoundError as error:
         raise ValueError("the methods liger and streamgrad-liger need liger-kernel. Run: pip install liger-kernel") from error
-    patch = getattr(liger, f"apply_liger_kernel_to_{model_type}", None)
+    patch = liger.MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
     if patch is None:
         raise ValueError(f"liger-kernel has no kernels for {model_type}. Leave the methods with liger out.")
     patch(fused_linear_cross_entropy=fused_loss)

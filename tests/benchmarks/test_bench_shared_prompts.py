@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from benchmarks import families, shared_prompts
@@ -92,3 +93,11 @@ def test_what_is_not_known_is_refused(arguments, told):
 def test_the_report_says_what_was_not_run():
     assert "Not run" in section({"shared_prompts": []}, {})[0]
     assert "Not run" in families_section({"families": []}, {})[0]
+
+
+@pytest.mark.parametrize("case", ["experts", "images", "gemma-3-4b"])
+def test_liger_is_told_the_type_of_the_model_that_is_built(case):
+    """Its kernels for images leave the loss of a text model as it is."""
+    model, _ = families.CASES[case](1, torch.device("meta"))
+    assert families._inner(model).config.model_type == families._TYPES[case]
+    assert families._TYPES.keys() == families.CASES.keys()

@@ -152,6 +152,7 @@ ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), re
 @pytest.mark.parametrize("keep", ["input", "attention"])
 @pytest.mark.parametrize("kind", FOUR_BITS)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
+@pytest.mark.filterwarnings("ignore:inner dimension")  # of bitsandbytes', about its fast kernels for single tokens
 def test_gradients_of_later_steps_are_those_of_the_first(kind, keep, device, monkeypatch):
     """From the second on, layers do not run their last product again. Dropout is drawn as in forward."""
     monkeypatch.setitem(unread._FEWEST_TOKENS, device, 0)
