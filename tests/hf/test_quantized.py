@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
+import warnings
 from collections import Counter
 from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import streamgrad
 from gradients import assert_as_exact_as_plain, assert_same_step, assert_step_as_exact_as_plain, more, run_step
@@ -164,21 +167,27 @@ def test_gradients_of_later_steps_are_those_of_the_first(kind, keep, device, mon
         assert_same_step(step, first, 2**-8)
 
 
+class LastProducts(TorchDispatchMode):
+    """Counts the products of more tokens than a guard's two with `down_proj`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width, self.count = width, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.bitsandbytes.gemm_4bit.default:
+            self.count += args[0].shape[-1] == self.width and args[0].shape[-2] > 2
+        return function(*args, **(kwargs or {}))
+
+
 def products_of_last_maps(model) -> int:
-    """How many products of more tokens than a guard's two there are with `down_proj` in a later step, forward ones aside."""
-    library, counted = bitsandbytes(), []
-    original = library.matmul_4bit
-
-    def product(hidden, weight, *args, **options):
-        counted.append(hidden.shape[-1] == model.config.intermediate_size and hidden.shape[-2] > 2)
-        return original(hidden, weight, *args, **options)
-
+    """How many there are in the backward pass of a later step."""
     for _ in range(2):
         run_step(model, batch(24))
     loss = model(**batch(24)).loss
-    with mock.patch.object(library, "matmul_4bit", product):
+    with LastProducts(model.config.intermediate_size) as counted:
         loss.backward()
-    return sum(counted)
+    return counted.count
 
 
 @pytest.mark.parametrize("adapted", [EVERYWHERE, r".*q_proj"])
@@ -192,6 +201,98 @@ def test_the_last_product_of_a_layer_is_not_run_again(adapted):
     watched.register_forward_hook(lambda module, args, out: seen.append(out.float().sum().item()))
     assert products_of_last_maps(model) == 3  # of one layer, in three chunks
     assert seen
+
+
+def inner(mlp, x):
+    return mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x)
+
+
+class Saving(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.tanh(ctx.saved_tensors[0])
+
+
+def keeps_a_copy(mlp, x):
+    out = mlp.down_proj(inner(mlp, x))
+    with torch.no_grad():
+        mlp.seen = out.clone()
+    return out
+
+
+def saves_and_copies(mlp, x):
+    out = mlp.down_proj(inner(mlp, x))
+    return out + Saving.apply(out)
+
+
+@pytest.mark.parametrize("mlp", [keeps_a_copy, saves_and_copies, lambda mlp, x: mlp.down_proj(x=inner(mlp, x))])
+def test_layers_that_do_something_else_with_a_product(mlp):
+    model = quantized_model("nf4", dtype=torch.bfloat16)
+    for layer in model.model.layers:
+        layer.mlp.__class__ = type("Own", (type(layer.mlp),), {"forward": mlp})
+    assert_later_steps_are_plain(model)
+    for layer in model.model.layers:
+        assert torch.isfinite(getattr(layer.mlp, "seen", torch.zeros(()))).all()
+
+
+def clipped(function):
+    """The function, with the gradient of its output clipped."""
+
+    @functools.wraps(function)
+    def wrapper(*args, **options):
+        out = function(*args, **options)
+        if out.requires_grad:
+            out.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        return out
+
+    return wrapper
+
+
+def test_functions_of_bitsandbytes_that_a_program_replaces_are_run(monkeypatch):
+    library = bitsandbytes()
+    function = library.autograd._functions.MatMul4Bit
+    backward = function.backward
+    for owner, name, replacement in (
+        (library.nn.Linear4bit, "forward", clipped(library.nn.Linear4bit.forward)),
+        (library, "matmul_4bit", clipped(library.matmul_4bit)),
+        (function, "backward", staticmethod(lambda ctx, dout: backward(ctx, dout.clamp(-1e-3, 1e-3)))),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, replacement)
+            assert_later_steps_are_plain(quantized_model("nf4", dtype=torch.bfloat16))
+
+
+def assert_later_steps_are_plain(model) -> None:
+    model = with_lora(model, targets=r".*(q_proj|gate_proj)")
+    model.enable_input_require_grads()
+    plain = run_step(model, batch(24))
+    streamgrad.enable(model, chunk_size=99)
+    for _ in range(3):
+        assert_same_step(run_step(model, batch(24)), plain, 2**-8)
+
+
+@pytest.mark.parametrize("lies", ["as a row", "as its transpose"])
+def test_weights_that_lie_otherwise(lies):
+    """A square one, whose transpose has its shape, packed in a row; and one that was quantised as its transpose."""
+    library = bitsandbytes()
+    model = quantized_model("nf4", dtype=torch.bfloat16, **({"intermediate_size": 24} if lies == "as a row" else {}))
+    for layer in model.model.layers:
+        weight = layer.mlp.down_proj.weight
+        if lies == "as a row":
+            changed = library.nn.Params4bit(
+                weight.data.t(), requires_grad=False, quant_type="nf4", bnb_quantized=True, quant_state=weight.quant_state
+            )
+        else:
+            values = library.functional.dequantize_4bit(weight.detach(), weight.quant_state).t().contiguous().float()
+            changed = library.nn.Params4bit(values, requires_grad=False, quant_type="nf4", compress_statistics=False).to("cpu")
+        layer.mlp.down_proj.weight = changed
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # bitsandbytes', of the transpose
+        assert_later_steps_are_plain(model)
 
 
 @pytest.mark.parametrize("change", ["bias", "float32 inputs", "forward of its own", "a program's class"])

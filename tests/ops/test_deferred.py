@@ -170,6 +170,49 @@ def test_a_term_that_is_written_to_unseen_changes_no_sum():
     torch.testing.assert_close(values_of(out), residual + F.linear(hidden, weight))
 
 
+def test_a_term_that_was_read_and_is_changed_changes_no_sum():
+    _, hidden, weight, _ = inputs()
+    read, unread = (linear(factor * hidden, weight, label="a label") for factor in (1.0, 2.0))
+    expected = 3.0 * F.linear(hidden, weight)
+    assert read.isfinite().all()
+    out = unread + read
+    with torch.no_grad():
+        read.mul_(-1.0)
+    torch.testing.assert_close(values_of(out), expected)
+    torch.testing.assert_close(values_of(read), -expected / 3.0)
+
+
+def test_a_term_that_was_read_may_be_read_after_its_sum_is_forgotten():
+    _, hidden, weight, _ = inputs()
+    product = linear(hidden, weight, label="a label")
+    square = product * product
+    forget(product + linear(hidden, weight, label="a label"))
+    square.sum().backward()
+    assert hidden.grad is not None and product.isfinite().all()
+
+
+def test_copies_of_a_plain_product_are_reads():
+    """Only a product of another kind, which PEFT copies, stays deferred in a copy, and only in one that has a graph."""
+    _, hidden, weight, _ = inputs()
+    assert not isinstance(linear(hidden, weight, label="a label").clone(), Deferred)
+
+    def double(hidden: Tensor, weight: Tensor) -> Tensor:
+        return 2.0 * F.linear(hidden, weight)
+
+    product = Deferred.product(hidden.detach(), weight.detach(), None, label="a label", function=double)
+    copied = product.clone()
+    assert isinstance(copied, Deferred) and copied.labels() == ["a label"]
+    weights = torch.full((1, 5), 0.5, dtype=torch.float64)
+    expected = double(hidden, weight).detach()
+    torch.testing.assert_close(copied.last_and_combined(weights), torch.cat([expected[:, -1:], weights @ expected], dim=1))
+    product.zero_()
+    torch.testing.assert_close(values_of(copied), expected)
+    with torch.no_grad():
+        assert not isinstance(
+            Deferred.product(hidden.detach(), weight.detach(), None, label="a label", function=double).clone(), Deferred
+        )
+
+
 def test_a_graph_may_have_saved_what_is_forgotten():
     residual, hidden, weight, _ = inputs()
     out = residual + linear(hidden, weight, label="a label")

@@ -7,7 +7,7 @@ bitsandbytes itself is not imported, so that other models do not need it: where 
 
 from __future__ import annotations
 
-import importlib
+import sys
 from typing import Any
 
 import torch
@@ -16,15 +16,23 @@ from torch import Tensor, nn
 from streamgrad.ops.autograd import Function, first_order_only
 from streamgrad.ops.deferred import Deferred
 
-_CLASS = "bitsandbytes.nn.modules", "Linear4bit"
+_MODULES, _FUNCTIONS = "bitsandbytes.nn.modules", "bitsandbytes.autograd._functions"
 _CALL = nn.Module.__call__  # torch's own at import time, to compare with
 
 
 def is_four_bit_linear(module: nn.Module) -> bool:
     """Return whether a module is a linear map as bitsandbytes has it, which nobody has changed."""
     kind: Any = type(module)
-    is_own = (kind.__module__, kind.__name__) == _CLASS and kind.forward.__module__ == _CLASS[0]
-    return is_own and nn.Module.__call__ is _CALL and "forward" not in module.__dict__
+    if (kind.__module__, kind.__name__) != (_MODULES, "Linear4bit") or "forward" in module.__dict__:
+        return False
+    library: Any = sys.modules["bitsandbytes"]
+    own = _is_of(kind.forward, _MODULES) and _is_of(library.matmul_4bit, _FUNCTIONS)
+    return own and _is_of(sys.modules[_FUNCTIONS].MatMul4Bit.backward, _FUNCTIONS) and nn.Module.__call__ is _CALL
+
+
+def _is_of(function: Any, name: str) -> bool:
+    """Return whether a function's code stands in the module of this name: a wrapper's does not, whatever it says of itself."""
+    return getattr(function, "__code__", None) is not None and function.__code__.co_filename == sys.modules[name].__file__
 
 
 def four_bit_product(module: Any, hidden: Tensor, *, label: Any) -> Tensor | None:
@@ -37,6 +45,8 @@ def four_bit_product(module: Any, hidden: Tensor, *, label: Any) -> Tensor | Non
         return None
     if not module.compute_type_is_set or module.compute_dtype not in (None, hidden.dtype):
         return None
+    if tuple(state.shape) != (module.out_features, module.in_features):
+        return None  # quantised as its transpose
     if torch.is_grad_enabled():
         return _Product.apply(hidden, weight, label)
     return _deferred(hidden, weight, label)
@@ -47,7 +57,8 @@ def _deferred(hidden: Tensor, weight: Any, label: Any) -> Deferred:
 
 
 def _multiplied(hidden: Tensor, weight: Any) -> Tensor:
-    product: Tensor = importlib.import_module("bitsandbytes").matmul_4bit(hidden, weight.t(), quant_state=weight.quant_state)
+    library: Any = sys.modules["bitsandbytes"]
+    product: Tensor = library.matmul_4bit(hidden, weight.t(), quant_state=weight.quant_state)
     return product
 
 
@@ -62,6 +73,7 @@ class _Product(Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        dequantize = importlib.import_module("bitsandbytes.functional").dequantize_4bit
-        weight_OI = dequantize(ctx.weight, ctx.weight.quant_state).to(dout.dtype)
+        library: Any = sys.modules["bitsandbytes.functional"]
+        packed = ctx.weight.view(-1, 1)  # of one that lies as a row, the transpose would be returned
+        weight_OI = library.dequantize_4bit(packed, ctx.weight.quant_state).to(dout.dtype)
         return dout @ weight_OI, None, None

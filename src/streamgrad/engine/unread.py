@@ -73,9 +73,9 @@ class UnreadProducts:
         elif self._is_tried:
             self._known[self._layer] = _maps(out.labels() if isinstance(out, Deferred) else [])
 
-    def _noted(self, module: Any, input: Tensor) -> Tensor:
+    def _noted(self, module: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Return what the module's own forward does, and note which node of the graph has made it."""
-        out: Tensor = type(module).forward(module, input)
+        out: Tensor = type(module).forward(module, *args, **kwargs)
         if torch.compiler.is_compiling() or self._made is None:
             return out
         if out.grad_fn is not None and may_be_deferred(out.dtype):
@@ -101,12 +101,12 @@ def _terms(out: Tensor, made: dict[Any, nn.Module]) -> list[nn.Module]:
     return found
 
 
-def _forward(module: Any, input: Tensor) -> Tensor:
+def _forward(module: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Return what the module's own forward does, deferred unless its operands are of classes with operations of their own."""
-    product = None
+    input, product = args[0] if args else None, None
     if type(input) is Tensor and input.dim() > 1 and not torch.compiler.is_compiling():
         if type(module) is not nn.Linear:
             product = four_bit_product(module, input, label=module) if may_be_deferred(input.dtype) else None
         elif type(module.weight) in (Tensor, nn.Parameter, GradAccumulator) and not input.is_complex():
             product = linear(input, module.weight, module.bias, label=module)
-    return type(module).forward(module, input) if product is None else product
+    return type(module).forward(module, *args, **kwargs) if product is None else product

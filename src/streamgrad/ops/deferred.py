@@ -3,10 +3,10 @@
     Deferred.product(hidden, weight, bias)  ==  F.linear(hidden, weight, bias)
     residual + Deferred                     ==  a Deferred of the sum
 
-A copy stays deferred, and a sum of equal shapes. Every other operation has the values computed first, once, so a program gets
-what it would have got without; so do methods that read or replace a tensor's memory. Code outside of torch that is given the
-tensor itself and takes its address gets an error. Autograd takes a Deferred for the tensor that it stands for: the graph is
-there, whether or not the values are.
+A sum of equal shapes stays deferred, and a copy of a product in 4 bits. Every other operation has the values computed first,
+once, so a program gets what it would have got without; so do methods that read or replace a tensor's memory. Code outside of
+torch that is given the tensor itself and takes its address gets an error. Autograd takes a Deferred for the tensor that it
+stands for: the graph is there, whether or not the values are.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from streamgrad.ops.autograd import without_autocast
 
 
 class Deferred(Tensor):
-    """A product, or a copy of one or a sum that has one in it, which is computed where it is read."""
+    """A product, a copy of one, or a sum that has one in it, which is computed where it is read."""
 
     _operands: tuple[Tensor, ...]  # hidden, weight and perhaps bias of a product, or one or two terms; none once it is computed
     _function: Callable[..., Tensor]  # of a product
@@ -79,8 +79,12 @@ class Deferred(Tensor):
         if function is torch.ops.aten.add.Tensor and not kwargs:
             left, right = map(_computed, args)
             if _may_stay_deferred(left, right):
-                return cls((left, right), left.shape)
-        if function is torch.ops.aten.clone.default and not kwargs and type(_computed(args[0])) is Deferred:
+                total = cls((left, right), left.shape)
+                for term in args:  # if it is changed in place, this sum is computed first
+                    if isinstance(term, Deferred) and term._computed is not None:
+                        term._sums.append(weakref.ref(total))
+                return total
+        if function is torch.ops.aten.clone.default and not kwargs and _stays_deferred_in_copies(args[0]):
             return cls(args, args[0].shape)
         result = function(*tree_map_only(Deferred, cls.values, args), **tree_map_only(Deferred, cls.values, kwargs or {}))
         # What was changed in place is still the tensor that the program knows.
@@ -92,7 +96,7 @@ class Deferred(Tensor):
         computed = self._compute()
         while self._sums:
             total = self._sums.pop()()
-            if total is not None:
+            if total is not None and total._operands:  # neither computed nor forgotten
                 total._compute()
         return computed
 
@@ -207,6 +211,15 @@ def forget(tensor: Tensor) -> None:
 def _computed(tensor: Any) -> Any:
     """Return the values of what is computed by now, and everything else as it is."""
     return tensor if type(tensor) is not Deferred or tensor._computed is None else tensor.values()
+
+
+def _stays_deferred_in_copies(tensor: Any) -> bool:
+    """Return whether a copy is made by the layer's own code, as PEFT's of a 4-bit product, and not to be kept.
+
+    Copies without a graph are: those that a program makes for itself, and those in the forward of its `Function`s.
+    """
+    is_product = type(tensor) is Deferred and tensor._computed is None and tensor._label is not None
+    return is_product and tensor._function is not F.linear and torch.is_grad_enabled()
 
 
 def _may_stay_deferred(left: Any, right: Any) -> bool:
