@@ -36,13 +36,14 @@ def change_view_of_product(residual, product):
     return residual + product
 
 
-# Whatever a layer may do with its last product. The first four read nothing.
+# Whatever a layer may do with its last product. The first six read nothing.
 USES = {
     "sum": (lambda residual, product: residual + product, 0),
     "sum the other way round": (lambda residual, product: product + residual, 0),
     "product alone": (lambda residual, product: product, 0),
     "two sums": (lambda residual, product: residual.sin() + (product + residual.cos()), 0),
     "twice the same": (lambda residual, product: residual + product + product, 0),
+    "a slice of the residual": (lambda residual, product: torch.cat([residual, residual.sin()], dim=1)[:, 2:7] + product, 0),
     "scaled": (lambda residual, product: residual + 0.3 * product, 1),
     "a sum with alpha": (lambda residual, product: residual.add(product, alpha=2.0), 1),
     "a sum that spreads": (lambda residual, product: residual[:1, :1] + product, 1),

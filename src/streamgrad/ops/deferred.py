@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -226,6 +227,12 @@ def _may_stay_deferred(left: Any, right: Any) -> bool:
     """Return whether a sum is of two tensors that are alike, one of them deferred."""
     for each, other in ((left, right), (right, left)):
         if type(each) is Deferred:
-            plain = type(other) is Deferred or (type(other) is Tensor and other.is_contiguous())
+            plain = type(other) is Deferred or (type(other) is Tensor and _is_in_order(other))
             return bool(plain and left.shape == right.shape and left.dtype == right.dtype and left.device == right.device)
     return False
+
+
+def _is_in_order(tensor: Tensor) -> bool:
+    """Return whether a sum with a contiguous tensor is contiguous: this one is too, or is a slice, as of some tokens of rows."""
+    strides = tensor.stride()
+    return tensor.is_contiguous() or (strides[-1] > 0 and all(left >= right for left, right in pairwise(strides)))
