@@ -47,15 +47,23 @@ def test_the_table_says_what_the_report_says(tmp_path):
         (["qwen3-4b", "--seq-len", "4000000"], r"4,000,000 tokens do not fit. Up to [\d,]+ tokens would.*Smallest plan: "),
         (
             ["qwen3-8b", "--seq-len", "1000", "--gpu-memory", "24GiB"],
-            "No length fits: weights .* take 45.77 GiB.*--method lora, --optimizer in-backward or host, --weights host",
+            "No length fits: weights, optimizer state and gradients .* take 61.03 GiB.*--method lora, --optimizer host, --w",
         ),
         (
             ["qwen3-8b", "--seq-len", "1000", "--gpu-memory", "24GiB", "--optimizer", "in-backward"],
-            "Try --method lora, --optimizer host --weights host, --engine zero3",  # which is refused in backward
+            "Try --method lora, --optimizer host, --optimizer host --weights host, --engine",  # which is refused in backward
         ),
         (
             ["qwen3-32b", "--seq-len", "1000", "--gpu-memory", "24GiB", "--engine", "ddp", "--gpus", "2"],
-            "Try --method lora, --optimizer in-backward or host, more --gpus",  # weights are whole on every GPU
+            "Try --method lora, --optimizer host, more --gpus",  # weights are whole on every GPU
+        ),
+        (
+            ["qwen3-8b", "--seq-len", "1000", "--gpu-memory", "52GiB"],
+            "take [56].*Try --method lora, --optimizer in-backward or host, --weights",  # without gradients it would
+        ),
+        (
+            ["qwen3-8b", "--seq-len", "8192", "--gpu-memory", "24GiB", "--optimizer", "none"],
+            "take 3.* GiB on each GPU. Try --method lora, --optimizer host",
         ),
     ],
 )

@@ -131,6 +131,8 @@ def test_a_configuration_a_directory_and_a_model_are_taken(tmp_path):
         ({"batch": True}, "batch must be a whole number of at least 1, got True"),
         ({"lora_rank": 8}, "lora_rank=8 is for method='lora'"),
         ({"seq_len": None, "gpu_memory": "20GiB"}, "nothing fits 20.0 GiB.* alone take 22.5 GiB.*method='lora'"),
+        ({"seq_len": None, "gpu_memory": "9GiB", "optimizer": "in-backward"}, "Pass method='lora', optimizer='host', weights="),
+        ({"keep": "all", "recompute_layers": 4}, "recompute_layers=4 with keep='all'"),
     ],
 )
 def test_errors_name_the_value(options, words):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import streamgrad
-from streamgrad.hf.status import _later, show_messages
+from streamgrad.hf.status import _later, note_optimizer, show_messages
 from tiny import tiny_model, tokens
 
 
@@ -101,3 +102,13 @@ def test_messages_are_shown_unless_the_user_has_set_a_level(monkeypatch, level, 
     monkeypatch.undo()
     logger.manager._clear_cache()
     assert capsys.readouterr().err == ("streamgrad: a line\n" if level == logging.NOTSET else "")
+
+
+@pytest.mark.parametrize(("bits", "said"), [(8, "AdamW in 8 bits"), (32, "AdamW")])
+def test_an_optimizer_of_bitsandbytes_says_its_bits(model, bits, said):
+    """As its classes do, which have one name in 8 and in 32 bits; Accelerate has wrapped it."""
+    streamgrad.enable(model)
+    optimizer = type("AdamW", (), {"args": SimpleNamespace(optim_bits=bits)})()
+    note_optimizer(model, SimpleNamespace(optimizer=optimizer))
+    step(model)
+    assert f"; optimizer {said}; " in streamgrad.status(model).first_line

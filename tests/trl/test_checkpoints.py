@@ -9,11 +9,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from safetensors import SafetensorError
 from transformers import Trainer
 
 from streamgrad.cli import main
-from streamgrad.trl.checkpoints import last_checkpoint
+from streamgrad.trl.checkpoints import last_checkpoint, refuse_other_states
 
 # Raised inside TRL, transformers and torch's data loader on a machine without an accelerator; none is about the model.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -101,6 +102,29 @@ def test_an_interrupted_run_without_a_checkpoint(train, tmp_path, monkeypatch):
     code, _, err = train("--output_dir", tmp_path, "--max_steps", 2)
     assert code == 130
     assert f"stopped at step 1 of 2. No checkpoint is in {tmp_path}; --save_strategy steps --save_steps N writes one" in err
+
+
+def test_states_of_another_kind_of_optimizer_are_refused_before_the_model_is_made(train, tmp_path):
+    assert train("--output_dir", tmp_path, "--max_steps", 2, "--save_strategy", "steps", "--save_steps", 1)[0] == 0
+    resumed = "--output_dir", tmp_path, "--max_steps", 3, "--resume_from_checkpoint", "last"
+    code, out, _ = train(*resumed, "--optimizer", "adamw8bit")
+    assert str(code).startswith(
+        f"streamgrad: --resume_from_checkpoint {tmp_path}/checkpoint-2: the optimizer of that run was not one"
+    )
+    assert "is streamed" not in out and str(code).endswith(f"--model_name_or_path {tmp_path}/checkpoint-2")
+
+
+@pytest.mark.parametrize(
+    ("names", "by_bitsandbytes"), [(["state1", "state2"], True), (["exp_avg"], False), ([], True), ([], False)]
+)
+def test_states_are_known_by_their_names(names, by_bitsandbytes, tmp_path):
+    refuse_other_states(str(tmp_path), by_bitsandbytes=True)  # an engine has files of its own
+    states = {0: {name: torch.zeros(3) for name in names}} if names else {}
+    torch.save({"state": states, "param_groups": []}, tmp_path / "optimizer.pt")
+    refuse_other_states(str(tmp_path), by_bitsandbytes=by_bitsandbytes)
+    if names:
+        with pytest.raises(ValueError, match=f"that run was{' not' if not by_bitsandbytes else ''} one of bitsandbytes'"):
+            refuse_other_states(str(tmp_path), by_bitsandbytes=not by_bitsandbytes)
 
 
 @pytest.mark.parametrize("name", ["last", "nowhere", "checkpoint-7"])

@@ -200,16 +200,19 @@ def _what_would_fit(report: Report) -> str:
     longest, parts = report.streamed.longest_tokens, report.streamed.device_bytes
     if longest:
         return f"{report.seq_len:,} tokens do not fit. Up to {longest:,} tokens would, as --max shows."
-    fixed = sum(parts.get(name, 0.0) for name in ("weights", "optimizer state"))
+    state, gradients = (sum(parts.get(name, 0.0) for name in names) for names in (("weights", "optimizer state"), ("gradients",)))
     ways = ["a smaller --lora-rank" if "lora" in report.method else "--method lora"]
     if report.weights == "device":
-        ways += ["--optimizer in-backward or host"] if report.optimizer == "adamw" else []
+        if report.optimizer == "adamw":  # in backward, gradients are freed, and the state stays
+            ways += ["--optimizer in-backward or host" if state < report.gpu_memory else "--optimizer host"]
+        elif report.optimizer != "host":
+            ways += ["--optimizer host"]
         with_it = "--optimizer host " if report.optimizer in ("adamw8bit", "in-backward") else ""
         moves = report.quantization == "none" and report.engine in ("none", "fsdp2", "zero3")  # what is whole on a GPU stays
         ways += [f"{with_it}--weights host"] if moves else []
     ways += ["a smaller --batch"] if report.batch > 1 else []
     ways += ["--engine zero3 with several --gpus" if report.gpus == 1 else "more --gpus", "a larger GPU"]
     return (
-        f"No length fits: weights and optimizer state alone take {gib(fixed)} on each GPU. "
+        f"No length fits: weights, optimizer state and gradients alone take {gib(state + gradients)} on each GPU. "
         f"Try {', '.join(ways[:-1])} or {ways[-1]}."
     )

@@ -92,8 +92,11 @@ def _of_the_optimizer(options: Options, shape: ModelShape) -> list[str]:
     if optimizer == "host":
         said.append("gradients leave for the host as layers finish; optimizer state and the step are there, its time not counted")
     if options.weights == "host":
-        said.append(
-            "layers wait in pinned memory, two are on the GPU at a time; embeddings and head stay on it (streamgrad train "
-            "--weights host --bf16 false --dtype bfloat16; in mixed precision Accelerate keeps 16 bytes a trained weight)"
+        by_zero3 = "embeddings and head wait there too (DeepSpeed's offload_param)"
+        by_fsdp2 = (
+            "embeddings and head stay on it (streamgrad train --weights host --bf16 false --dtype bfloat16; in mixed precision "
+            "Accelerate keeps 16 bytes a trained weight)"
         )
+        where = by_zero3 if options.engine == "zero3" else by_fsdp2
+        said.append(f"layers wait in pinned memory, two are on the GPU at a time; {where}")
     return said

@@ -206,10 +206,12 @@ def _why_nothing_fits(estimator: Estimator) -> str:
         held = f"what waits there alone takes {state.host_bytes * options.ranks.on_a_host / 2**30:.1f} GiB"
         return f"nothing fits {room}, of which 85% are free: {held}. Pass a larger host_memory, or keep less there."
     alone = sum(state.device.values()) / 2**30
+    smaller = "a smaller batch, " if options.batch > 1 else ""
+    places = " or ".join(repr(name) for name in ("host", "in-backward") if name != options.optimizer)
     return (
         f"nothing fits {room}, not even batch={options.batch} of 128 tokens: weights, optimizer state and the "
-        f"engine's buffers alone take {alone:.1f} GiB on each GPU. Pass a smaller batch, method='lora', optimizer='host' or "
-        "'in-backward', weights='host', an engine that shards with more GPUs, or a larger GPU."
+        f"engine's buffers alone take {alone:.1f} GiB on each GPU. Pass {smaller}method='lora', optimizer={places}, "
+        "weights='host', an engine that shards with more GPUs, or a larger GPU."
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from streamgrad.config import KEEP_POLICIES, OFFLOAD_PLACES, parse_bytes
+from streamgrad.config import KEEP_POLICIES, OFFLOAD_PLACES, StreamConfig, parse_bytes
 from streamgrad.hf.shapes import TABLE_RANK
 from streamgrad.memory.costs import QUANTIZED_SIZES
 from streamgrad.memory.engines import ENGINES
@@ -111,7 +111,9 @@ class Options:
                     f"sp={self.sp}: with FSDP2, ZeRO-3 or shared sequences, layers run in their own turn alone. Pass "
                     "recompute_layers=1."
                 )
-        self.setup  # noqa: B018  (which refuses what does not go together)
+        # Both refuse what does not go together.
+        StreamConfig(keep=self.keep, offload=self.offload, recompute_layers=self.recompute_layers)
+        self.setup  # noqa: B018
 
     @property
     def setup(self) -> Setup:

@@ -60,7 +60,7 @@ def optimizer_in_backward(
     """
     check_class(optimizer_class)
     if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ValueError(f"max_grad_norm={max_grad_norm} must be above 0. Leave it out to clip nothing.")
+        raise ValueError(f"max_grad_norm={max_grad_norm} must be above 0. To clip nothing, leave it out; for a Trainer, pass 0.")
     if params is None:
         params = [p for p in model.parameters() if p.requires_grad] if isinstance(model, nn.Module) else model
     kind = type(f"{optimizer_class.__name__}InBackward", (InBackward, optimizer_class), {"__module__": __name__})

@@ -123,7 +123,9 @@ def note_optimizer(model: Any, optimizer: Any) -> None:
     """Let `status` and the line of the first step name a trainer's optimizer, which Accelerate may have wrapped."""
     installed = InstalledForward.on(find_decoder(unwrap(model)))
     if installed is not None and optimizer is not None:
-        installed.stream.planner.optimizer = type(getattr(optimizer, "optimizer", optimizer)).__name__
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        in_8_bits = getattr(getattr(optimizer, "args", None), "optim_bits", None) == 8  # of one by bitsandbytes
+        installed.stream.planner.optimizer = type(optimizer).__name__ + (" in 8 bits" if in_8_bits else "")
 
 
 def _optimizer_of(decoder: Any, stream: DecoderStream | None) -> str | None:

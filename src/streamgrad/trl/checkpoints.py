@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from streamgrad.hf.configs import short_reason
@@ -65,6 +66,22 @@ def checkpoint_to_resume(name: str | bool | None, output_dir: str, processes: in
         remedy = "Pass last, or a checkpoint that was written to its end by as many processes."
         raise ValueError(f"--resume_from_checkpoint {name}: {why}. {remedy}")
     return str(name)
+
+
+def refuse_other_states(checkpoint: str, *, by_bitsandbytes: bool) -> None:
+    """Raise if the optimizer's states in a checkpoint are of another kind than this run's, which would fail at its first step."""
+    path = Path(checkpoint) / OPTIMIZER_NAME
+    if not path.is_file():
+        return  # an engine has files of its own
+    states = torch.load(path, map_location="cpu", weights_only=True, mmap=True).get("state", {})
+    names = list(next(iter(states.values()), {}))
+    if names and ("state1" in names) != by_bitsandbytes:
+        here, there = ("", " not") if by_bitsandbytes else (" not", "")
+        raise ValueError(
+            f"--resume_from_checkpoint {checkpoint}: the optimizer of that run was{there} one of bitsandbytes', and this run's is"
+            f"{here}, so its states cannot be used. Pass --optimizer or --optim as that run did, or begin anew with its weights: "
+            f"--model_name_or_path {checkpoint}"
+        )
 
 
 @contextmanager

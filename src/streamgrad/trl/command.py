@@ -39,11 +39,11 @@ from streamgrad.config import ATTENTION_BACKENDS, FUSED_KERNEL_MODES, KEEP_POLIC
 from streamgrad.hf.configs import check_causal, short_reason, stored_config
 from streamgrad.hf.presets import check_stored, preset_of, presets
 from streamgrad.parallel import check_launch
-from streamgrad.trl.checkpoints import checkpoint_to_resume, last_checkpoint, named_if_it_fails
+from streamgrad.trl.checkpoints import checkpoint_to_resume, last_checkpoint, named_if_it_fails, refuse_other_states
 from streamgrad.trl.datasets import accepted_columns, dataset_of, split_of
 from streamgrad.trl.extra_inputs import rewards, teacher
 from streamgrad.trl.flags import FlagParser
-from streamgrad.trl.optimizer_place import chosen_optimizer
+from streamgrad.trl.optimizer_place import chosen_optimizer, is_by_bitsandbytes
 from streamgrad.trl.requirements import check_installed
 from streamgrad.trl.trainers import (
     Sharing,
@@ -222,6 +222,8 @@ class Command:
             accumulate_on_host(training)
             optimizer = "adamw"  # which follows the weights
         sharing = chosen_optimizer(optimizer, training)
+        if training.resume_from_checkpoint is not None:
+            refuse_other_states(training.resume_from_checkpoint, by_bitsandbytes=is_by_bitsandbytes(training))
         if hasattr(stream, "share_prompts"):
             sharing |= {"share_prompts": vars(stream).pop("share_prompts")}
         return cls(objective, script, training, model, mixture, _stream_config(vars(stream)), sharing, arguments)

@@ -27,6 +27,12 @@ def chosen_optimizer(name: str, training: Any) -> dict[str, bool]:
     return dict(_CHOICES[name])
 
 
+def is_by_bitsandbytes(training: Any) -> bool:
+    """Return whether a trainer's `--optim` is one of bitsandbytes'."""
+    name = str(getattr(training.optim, "value", training.optim))
+    return "bnb" in name or "8bit" in name or name.startswith("paged")
+
+
 def check_optimizer_place(args: Any, *, in_backward: bool, on_host: bool) -> None:
     """Raise for arguments of a trainer that need all gradients at once, where they leave one by one in backward."""
     if not (in_backward or on_host):

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
+from streamgrad.trl.optimizer_place import is_by_bitsandbytes
+
 # The module of each tracker that `report_to` may name, where it differs from the name, and what pip calls it.
 _TRACKERS = {"azure_ml": "azureml", "flyte": "flytekit"}
 _PIP_NAMES = {"azureml": "azureml-sdk", "comet_ml": "comet-ml", "liger_kernel": "liger-kernel", "flash_attn": "flash-attn"}
@@ -28,9 +30,8 @@ def _needed(training: Any, model: Any) -> Iterator[tuple[str, list[str], str]]:
     for option in ("load_in_4bit", "load_in_8bit"):
         if getattr(model, option):
             yield f"--{option}", ["bitsandbytes"], ""
-    optimizer = str(getattr(training.optim, "value", training.optim))
-    if "bnb" in optimizer or "8bit" in optimizer or optimizer.startswith("paged"):
-        yield f"--optim {optimizer}", ["bitsandbytes"], ""
+    if is_by_bitsandbytes(training):
+        yield f"--optim {getattr(training.optim, 'value', training.optim)}", ["bitsandbytes"], ""
     if model.use_peft:
         yield "--use_peft", ["peft"], ""
     if training.use_liger_kernel:
