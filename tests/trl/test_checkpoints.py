@@ -7,14 +7,17 @@ import json
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import SafetensorError
 from transformers import Trainer
+from transformers.training_args import OptimizerNames
 
 from streamgrad.cli import main
 from streamgrad.trl.checkpoints import last_checkpoint, refuse_other_states
+from streamgrad.trl.optimizer_place import is_by_bitsandbytes
 
 # Raised inside TRL, transformers and torch's data loader on a machine without an accelerator; none is about the model.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -23,6 +26,7 @@ SHORT = ["--max_steps", "6", "--logging_steps", "1", "--save_strategy", "steps",
 KILLED_WHILE_SAVING = """
 import os, signal, sys
 from transformers import Trainer
+from transformers.training_args import OptimizerNames
 
 stock = Trainer._save_rng_state
 
@@ -183,3 +187,15 @@ def test_a_full_disk_at_the_end_names_the_checkpoint_with_all_steps(train, tmp_p
     code, _, _ = train("--output_dir", tmp_path, "--max_steps", 2, "--save_strategy", "steps", "--save_steps", 1)
     assert str(code).startswith(f"streamgrad: {tmp_path} could not be written: ")
     assert code.endswith(f"The last whole checkpoint is {tmp_path / 'checkpoint-2'}; resume from it.")
+
+
+@pytest.mark.parametrize(
+    ("optim", "expected"),
+    [
+        *((name, True) for name in ("adamw_8bit", "paged_adamw_32bit", "lion_32bit", "ademamix", "rmsprop_bnb_32bit")),
+        *((name, False) for name in ("adamw_torch_fused", "adamw_torch_8bit", "rmsprop", "adafactor", "galore_adamw")),
+    ],
+)
+def test_which_optimizers_are_by_bitsandbytes(optim, expected):
+    """A run with one of these goes on from its own checkpoint."""
+    assert is_by_bitsandbytes(SimpleNamespace(optim=OptimizerNames(optim))) == expected

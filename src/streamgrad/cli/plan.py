@@ -200,7 +200,8 @@ def _what_would_fit(report: Report) -> str:
     longest, parts = report.streamed.longest_tokens, report.streamed.device_bytes
     if longest:
         return f"{report.seq_len:,} tokens do not fit. Up to {longest:,} tokens would, as --max shows."
-    state, gradients = (sum(parts.get(name, 0.0) for name in names) for names in (("weights", "optimizer state"), ("gradients",)))
+    state = parts.get("weights", 0.0) + parts.get("optimizer state", 0.0)
+    fixed = state + parts.get("gradients", 0.0)
     ways = ["a smaller --lora-rank" if "lora" in report.method else "--method lora"]
     if report.weights == "device":
         if report.optimizer == "adamw":  # in backward, gradients are freed, and the state stays
@@ -213,6 +214,6 @@ def _what_would_fit(report: Report) -> str:
     ways += ["a smaller --batch"] if report.batch > 1 else []
     ways += ["--engine zero3 with several --gpus" if report.gpus == 1 else "more --gpus", "a larger GPU"]
     return (
-        f"No length fits: weights, optimizer state and gradients alone take {gib(state + gradients)} on each GPU. "
+        f"No length fits: weights, optimizer state and gradients alone take {gib(fixed)} on each GPU. "
         f"Try {', '.join(ways[:-1])} or {ways[-1]}."
     )

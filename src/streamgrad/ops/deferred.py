@@ -215,9 +215,9 @@ def _computed(tensor: Any) -> Any:
 
 
 def _stays_deferred_in_copies(tensor: Any) -> bool:
-    """Return whether a copy is made by the layer's own code, as PEFT's of a 4-bit product, and not to be kept.
+    """Return whether a copy of the tensor stays deferred: that of a product in 4 bits, which PEFT makes, with a graph.
 
-    Copies without a graph are: those that a program makes for itself, and those in the forward of its `Function`s.
+    A copy without a graph counts as a read. A program makes such copies to keep them, and in the forward of its `Function`s.
     """
     is_product = type(tensor) is Deferred and tensor._computed is None and tensor._label is not None
     return is_product and tensor._function is not F.linear and torch.is_grad_enabled()

@@ -28,9 +28,9 @@ def chosen_optimizer(name: str, training: Any) -> dict[str, bool]:
 
 
 def is_by_bitsandbytes(training: Any) -> bool:
-    """Return whether a trainer's `--optim` is one of bitsandbytes'."""
+    """Return whether a trainer's `--optim` is one of bitsandbytes'; `adamw_torch_8bit` is torchao's."""
     name = str(getattr(training.optim, "value", training.optim))
-    return "bnb" in name or "8bit" in name or name.startswith("paged")
+    return "torch" not in name and any(part in name for part in ("bnb", "8bit", "paged", "lion", "ademamix"))
 
 
 def check_optimizer_place(args: Any, *, in_backward: bool, on_host: bool) -> None:
