@@ -9,6 +9,7 @@ from streamgrad.attention import backends
 from streamgrad.attention.backends import Block, backends_named, choose, cudnn
 from streamgrad.attention.backends.cudnn_plans import FLASH_LOSS, PLAN_SECONDS, PlanPrices
 from streamgrad.engine.kv_chunk import KeyValueStream
+from streamgrad.memory.costs import KEYS_AT_ONCE
 
 
 def operands(rows: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,3 +81,25 @@ def test_chunks_of_equal_shapes_share_their_plans_whatever_the_length_of_the_seq
         assert all(torch.equal(part, sign * key_BGLD) for part, sign in zip(parts, (1, 1, -1, -1), strict=True))
         found.append([(part.shape, part.stride()) for part in parts])
     assert found[0] == found[1]
+
+
+def test_small_chunks_of_a_long_sequence_need_few_plans():
+    """Of a million tokens in chunks of 256, each has another number of keys before it, and three pieces at most."""
+    rows, block = 256, Block(scale=1.0, causal=True)
+    shapes = set()
+    for keys in range(rows, 2**20 + 1, rows):
+        pieces = cudnn.pieces_of(block, rows, keys)
+        assert [first for first, _, _ in pieces] == [0, *(last for _, last, _ in pieces[:-1])] and pieces[-1][1] == keys
+        assert [causal for _, _, causal in pieces] == [False] * (len(pieces) - 1) + [True] and len(pieces) <= 3
+        assert pieces[-1] == (keys - rows, keys, True)
+        shapes |= {(last - first, causal) for first, last, causal in pieces}
+    assert len(shapes) <= 1 + 2**20 // KEYS_AT_ONCE + KEYS_AT_ONCE // rows
+
+
+def test_a_dense_block_of_whole_pieces_is_not_cut_beyond_them():
+    assert cudnn.pieces_of(Block(scale=1.0), 8, 2 * KEYS_AT_ONCE) == [(0, 2 * KEYS_AT_ONCE, False)]
+    assert cudnn.pieces_of(Block(scale=1.0), 8, KEYS_AT_ONCE - 1) == [(0, KEYS_AT_ONCE - 1, False)]
+    assert cudnn.pieces_of(Block(scale=1.0), 8, KEYS_AT_ONCE + 1) == [
+        (0, KEYS_AT_ONCE, False),
+        (KEYS_AT_ONCE, KEYS_AT_ONCE + 1, False),
+    ]

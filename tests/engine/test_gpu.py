@@ -23,13 +23,17 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-KERNELS = ("cudnn", "flash", "FA3", "FA4", "sdpa", "eager")
+KERNELS = ("cudnn", "cudnn in pieces", "flash", "FA3", "FA4", "sdpa", "eager")
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 
 
 @pytest.fixture
-def name(request):
+def name(request, monkeypatch):
     """A backend's name; where it is FA3's or FA4's, torch's flash operators run that package within the test."""
+    if request.param == "cudnn in pieces":
+        monkeypatch.setattr("streamgrad.attention.backends.cudnn.KEYS_AT_ONCE", 48)
+        yield "cudnn"
+        return
     if request.param not in ("FA3", "FA4"):
         yield request.param
         return

@@ -1,7 +1,7 @@
 """cuDNN's fused attention through torch (CUDA, 16-bit, dense or causal): the fastest kernel on Hopper GPUs.
 
 torch exposes cuDNN's causal mask only for as many queries as keys. A chunk's queries over all keys so far are therefore computed
-in two pieces, a dense one over the keys before the chunk and a causal one over its own, merged by their log-sum-exps.
+in pieces, dense ones over the keys before the chunk and a causal one over its own, merged by their log-sum-exps.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor
 from streamgrad.attention.backends.block import Block, merge, split_causal
 from streamgrad.attention.backends.flash import needs_16_bit_cuda
 from streamgrad.engine.kv_chunk import Attended, KeyGradient
+from streamgrad.memory.costs import KEYS_AT_ONCE
 
 aten = torch.ops.aten
 
@@ -26,13 +27,13 @@ class CudnnBackend:
         if block.varlen is not None or block.window is not None:
             return "torch exposes neither its varlen batches nor its sliding window"
         rows, keys = query_BHLD.shape[2], key_BGSD.shape[2]
-        if rows == 1 or any(last - first == 1 for first, last, _ in split_causal(block, rows, keys)):
+        if rows == 1 or any(last - first == 1 for first, last, _ in pieces_of(block, rows, keys)):
             return "its backward does not take a single query or key"
         return needs_16_bit_cuda(query_BHLD, value_BGSD, block, largest_head=128)
 
     def forward(self, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Attended:
         merged: Attended | None = None
-        for first, last, causal in split_causal(block, query_BHLD.shape[2], key_BGSD.shape[2]):
+        for first, last, causal in pieces_of(block, query_BHLD.shape[2], key_BGSD.shape[2]):
             key, value = _keys(key_BGSD, first, last), _keys(value_BGSD, first, last)
             out_BHLD, lse_BHL1, *_ = aten._scaled_dot_product_cudnn_attention(
                 query_BHLD, key, value, None, True, 0.0, causal, False, scale=block.scale
@@ -49,7 +50,7 @@ class CudnnBackend:
         lse_BHL1 = done.lse_BHL.unsqueeze(-1).contiguous()
         dquery_BHLD: Tensor | None = None
         pieces: list[KeyGradient] = []
-        for first, last, causal in split_causal(block, query_BHLD.shape[2], key_BGSD.shape[2]):
+        for first, last, causal in pieces_of(block, query_BHLD.shape[2], key_BGSD.shape[2]):
             key, value = _keys(key_BGSD, first, last), _keys(value_BGSD, first, last)
             dquery, dkey, dvalue = aten._scaled_dot_product_cudnn_attention_backward(
                 dout_BHLD, query_BHLD, key, value, done.out_BHLD, lse_BHL1, seed, seed, None, None, None, query_BHLD.shape[2],
@@ -60,6 +61,20 @@ class CudnnBackend:
             pieces.append((first, last, dkey, dvalue))
         assert dquery_BHLD is not None
         return dquery_BHLD, pieces
+
+
+def pieces_of(block: Block, rows: int, keys: int) -> list[tuple[int, int, bool]]:
+    """Return `(first, last, causal)` of each piece of a block, as `split_causal`, with dense pieces that chunks share.
+
+    Every chunk of a sequence has more keys before it than the last, and cuDNN makes a plan for each number of them: thousands, of
+    small chunks. So these are cut after the last whole `KEYS_AT_ONCE`. Chunks of 256 tokens of a million then have 32 numbers in
+    front of the cut and 128 behind it. Merging costs less than a hundredth of so many keys.
+    """
+    pieces = []
+    for first, last, causal in split_causal(block, rows, keys):
+        cut = first if causal else first + (last - first) // KEYS_AT_ONCE * KEYS_AT_ONCE
+        pieces += [(first, cut, False), (cut, last, causal)]
+    return [piece for piece in pieces if piece[1] > piece[0]]
 
 
 def _keys(tensor_BGSD: Tensor, first: int, last: int) -> Tensor:
