@@ -15,6 +15,7 @@ from streamgrad.memory.costs import LayerCosts, Shape, embedding_parts
 from streamgrad.memory.device import usable_share
 from streamgrad.memory.planner import (
     LARGE_CHUNKS,
+    LAST_CHUNKS,
     SMALL_CHUNKS,
     Budget,
     Choices,
@@ -79,6 +80,21 @@ def test_the_smallest_segments_that_fit():
     assert all(fits for _, fits in seen) and seen == sorted(seen) and seen[-1][0] > 1, seen
 
 
+def test_one_more_forward_pass_comes_before_the_smallest_chunks():
+    """Chunks below 2,048 tokens only where no segments have room for these; so longer segments may be taken than would fit."""
+    passed_over = 0
+    for budget in range(220, 420):
+        plan, fits = plan_of(100_000, budget / 10 * GB, offload="none")
+        within = Budget(budget / 10 * GB, 100 * GB)
+        segment = next((index for index, policy in enumerate(plan.policies[1:], 1) if not policy.recomputed), 36)
+        if fits and min(plan.chunk_sizes) < SMALL_CHUNKS[-1]:
+            others = (choose_plan(step_of(100_000), Choices("auto", "none", SMALL_CHUNKS[-1], n), within) for n in range(1, 7))
+            assert not any(other_fits for _, other_fits in others)
+        elif fits and segment > 1:
+            passed_over += choose_plan(step_of(100_000), Choices("auto", "none", None, segment - 1), within)[1]
+    assert passed_over
+
+
 def test_without_room_there_is_the_smallest_plan_and_a_no():
     plan, fits = plan_of(400_000, 9 * GB, host=80 * GB)
     assert not fits and set(plan.chunk_sizes) == {256} and plan.host_bytes <= 80 * GB
@@ -128,7 +144,7 @@ def test_each_layer_has_the_largest_chunks_that_it_has_room_for():
     budget = 18 * GB
     plan, fits = choose_plan(step, Choices("input", "none", None), Budget(budget, 0.0))
     assert fits and len(set(plan.chunk_sizes)) > 2 and list(plan.chunk_sizes) == sorted(plan.chunk_sizes, reverse=True)
-    sizes = (*LARGE_CHUNKS, *SMALL_CHUNKS)
+    sizes = (*LARGE_CHUNKS, *SMALL_CHUNKS, *LAST_CHUNKS)
     for index, size in enumerate(plan.chunk_sizes):
         for larger in (other for other in sizes if other > size):
             changed = (*plan.chunk_sizes[:index], larger, *plan.chunk_sizes[index + 1 :])
@@ -141,7 +157,7 @@ def test_chunks_have_few_sizes():
     assert regular_chunk(8, 36_000, 8192) == 1024
     assert regular_chunk(9000, 36_000, 8192) == 1
     for sequence in (1, 127, 8192, 8193, 100_000):
-        sizes = [regular_chunk(1, sequence, tokens) for tokens in (*LARGE_CHUNKS, *SMALL_CHUNKS)]
+        sizes = [regular_chunk(1, sequence, tokens) for tokens in (*LARGE_CHUNKS, *SMALL_CHUNKS, *LAST_CHUNKS)]
         assert sizes == sorted(sizes, reverse=True) and all(1 <= size <= sequence for size in sizes)
 
 

@@ -14,8 +14,8 @@ from streamgrad.memory.engines import longest_sequence
 from streamgrad.memory.head_chunk import FREE_SHARE, SHORTEST_CHUNK, head_chunk_within
 from streamgrad.memory.phases import Phase, Workload, checkpointing_phases, largest, streamed_phases
 from streamgrad.memory.planner import (
+    LAST_CHUNKS,
     MARGIN,
-    SMALL_CHUNKS,
     Budget,
     Choices,
     HeadFacts,
@@ -58,7 +58,7 @@ class Card:
         """Return the tokens of the longest sequence whose smallest plan fits, or 0."""
 
         def fits(longer: Workload) -> bool:
-            smallest_chunk = regular_chunk(longer.rows, longer.sequence, SMALL_CHUNKS[-1])
+            smallest_chunk = regular_chunk(longer.rows, longer.sequence, LAST_CHUNKS[-1])
             return self.holds(*self._planned(longer, smallest_chunk, 0.0))
 
         return longest_with(load, fits)

@@ -8,8 +8,8 @@ From the fastest to the smallest, a layer keeps
 and the two in the middle either on the device or in host memory, whose copies hide behind computation. So a plan is made of
 runs of layers, `input | attention on host | attention on device | everything`, in that order from the first layer to the last:
 what the last layers keep is freed first in backward, and what the first ones keep has the longest way back. Where no such plan
-fits, layers form segments of n, of which the first keeps its input. With n beyond the square root of their number, the inputs
-that are made again would be more than those that are saved.
+fits with chunks of a usual size, layers form segments of n, of which the first keeps its input. With n beyond the square root of
+their number, the inputs that are made again would be more than those that are saved. The smallest chunks come last.
 
 `predicted_peak` is the arithmetic that choices are made by, over the phases of `memory.costs`.
 """
@@ -41,8 +41,9 @@ UNFORESEEN = 1.03
 # Share of the available host memory that plans use; the rest is for the program itself and for the kernel.
 HOST_SHARE = 0.85
 # Tokens of a batch in a chunk. Beyond 16,384 nothing gets faster; below 6,144 matrix products do not fill a large GPU, so smaller
-# ones come after every other way to save memory.
-LARGE_CHUNKS, SMALL_CHUNKS = (16_384, 12_288, 8192, 6144), (4096, 2048, 1024, 512, 256)
+# ones come after other ways to save memory. The last come after all: chunks that take longer to start than to compute are slower
+# than one more forward pass.
+LARGE_CHUNKS, SMALL_CHUNKS, LAST_CHUNKS = (16_384, 12_288, 8192, 6144), (4096, 2048), (1024, 512, 256)
 # Where nothing is known about memory.
 USUAL_CHUNK = 8192
 
@@ -183,7 +184,7 @@ class Budget:
 @functools.lru_cache(maxsize=64)
 def choose_plan(step: Step, choices: Choices, budget: Budget) -> tuple[Plan, bool]:
     """Return the fastest plan within the budget and True, or the smallest plan of all and False."""
-    tokens, chunk_size = (*LARGE_CHUNKS, *SMALL_CHUNKS), choices.chunk_size
+    tokens, chunk_size = (*LARGE_CHUNKS, *SMALL_CHUNKS, *LAST_CHUNKS), choices.chunk_size
     longest = int(min(step.shape.sequence, step.costs.longest_chunk))
     descending = [chunk_size] if chunk_size else [regular_chunk(step.shape.rows, longest, n) for n in tokens]
     # Every layer takes the largest chunks that it has room for; tried here is the size that a layer without room takes.
@@ -208,11 +209,14 @@ def choose_plan(step: Step, choices: Choices, budget: Budget) -> tuple[Plan, boo
         return max(plan.host_bytes, budget.host_bytes), plan.peak_bytes
 
     too_large: list[tuple[int, Plan]] = []
-    for segment in _segment_sizes(step, choices):
-        for smallest in plans(segment, worst_sizes[-1]):
+    usual = [size for size in worst_sizes if size >= regular_chunk(step.shape.rows, longest, SMALL_CHUNKS[-1])]
+    rounds = [worst_sizes] if usual in ([], worst_sizes) else [usual, worst_sizes]
+    for sizes, segment in product(rounds, _segment_sizes(step, choices)):
+        for smallest in plans(segment, sizes[-1]):
             if fits(smallest):  # else no plan with larger chunks does
-                return next(plan for size in worst_sizes for plan in plans(segment, size) if fits(plan)), True
-            too_large.append((segment, smallest))
+                return next(plan for size in sizes for plan in plans(segment, size) if fits(plan)), True
+            if sizes is worst_sizes:
+                too_large.append((segment, smallest))
     segment, least = min(too_large, key=lambda found: excess(found[1]))
     # Larger chunks are faster where something else than a chunk needs the most.
     return next(plan for size in worst_sizes for plan in plans(segment, size) if excess(plan) <= excess(least)), False
