@@ -53,6 +53,23 @@ def test_activation_offloading(tmp_path):
         sft(tmp_path, activation_offloading=True)
 
 
+@pytest.mark.parametrize("resume", [True, "checkpoint-1"])
+@pytest.mark.parametrize("way", ["optim", "optimizers"])
+def test_states_of_another_kind_of_optimizer(way, resume, tmp_path):
+    """By the trainer's arguments, or by the optimizer that it was given. Without, its first step would raise a KeyError."""
+    (tmp_path / "checkpoint-1").mkdir()
+    torch.save({"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": []}, tmp_path / "checkpoint-1" / "optimizer.pt")
+    network, options, extra = model(), {}, {}
+    if way == "optim":
+        options = {"optim": "adamw_bnb_8bit"}
+    else:
+        kind = type("AdamW8bit", (torch.optim.SGD,), {"__module__": "bitsandbytes.optim.adamw"})
+        extra = {"optimizers": (kind(network.parameters(), lr=0.1), None)}
+    trainer = sft(tmp_path, network=network, extra=extra, **options)
+    with pytest.raises(ValueError, match="checkpoint-1: the optimizer of that run was not one of bitsandbytes'"):
+        trainer.train(resume_from_checkpoint=resume if resume is True else str(tmp_path / resume))
+
+
 def test_an_engine_that_was_told_otherwise(tmp_path):
     """Before a model is touched: TRL hands a reference to DeepSpeed, which would fail at the size of batches."""
     config = {"gradient_accumulation_steps": 2, "gradient_clipping": "auto", "zero_optimization": {"stage": 3}}

@@ -33,6 +33,12 @@ def is_by_bitsandbytes(training: Any) -> bool:
     return "torch" not in name and any(part in name for part in ("bnb", "8bit", "paged", "lion", "ademamix"))
 
 
+def is_of_bitsandbytes(optimizer: Any) -> bool:
+    """Return whether an optimizer, perhaps wrapped by Accelerate, is one of bitsandbytes'."""
+    kinds = type(getattr(optimizer, "optimizer", optimizer)).__mro__
+    return any(kind.__module__.partition(".")[0] == "bitsandbytes" for kind in kinds)
+
+
 def check_optimizer_place(args: Any, *, in_backward: bool, on_host: bool) -> None:
     """Raise for arguments of a trainer that need all gradients at once, where they leave one by one in backward."""
     if not (in_backward or on_host):

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from transformers.trainer_utils import get_last_checkpoint
 from trl import DistillationTrainer, DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 
 from streamgrad.config import StreamConfig
@@ -25,8 +26,8 @@ from streamgrad.hf.patching import InstalledForward
 from streamgrad.hf.status import note_optimizer, peak_bytes_so_far, show_messages
 from streamgrad.parallel import failures_told
 from streamgrad.parallel.launch import check_engine
-from streamgrad.trl.checkpoints import begin_checkpoint, checkpoint_at, named_if_it_fails
-from streamgrad.trl.optimizer_place import check_optimizer_place, on_host
+from streamgrad.trl.checkpoints import begin_checkpoint, checkpoint_at, named_if_it_fails, refuse_other_states
+from streamgrad.trl.optimizer_place import check_optimizer_place, is_by_bitsandbytes, is_of_bitsandbytes, on_host
 from streamgrad.trl.restoring import restored_on_error
 from streamgrad.trl.scoring import enable_for_trainer, streamed_head_in
 from streamgrad.trl.shared_generations import SharedGenerations
@@ -78,10 +79,16 @@ class _Streamed:
             logs = logs | {"peak_memory_gib": round(peak_bytes_so_far(self.args.device) / 2**30, 3)}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as TRL does. Where another rank fails, rank 0 says why as well."""
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as TRL does, but not with states of another kind of optimizer. Where a rank fails, rank 0 says why as well."""
         with failures_told():
-            return super().train(*args, **kwargs)  # type: ignore[misc]
+            is_last = resume_from_checkpoint is True
+            checkpoint = get_last_checkpoint(self.args.output_dir) if is_last else resume_from_checkpoint
+            if checkpoint:
+                own = getattr(self, "optimizer", None)
+                by_bitsandbytes = is_by_bitsandbytes(self.args) if own is None else is_of_bitsandbytes(own)
+                refuse_other_states(str(checkpoint), by_bitsandbytes=by_bitsandbytes)
+            return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
 
     def _streaming(self, stream: StreamConfig | None, given: dict[str, Any]) -> AbstractContextManager[None]:
         """Return a block in which TRL's constructor makes or takes models that are then streamed; `given` are its arguments."""
