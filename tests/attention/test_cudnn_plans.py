@@ -84,7 +84,7 @@ def test_chunks_of_equal_shapes_share_their_plans_whatever_the_length_of_the_seq
 
 
 def test_small_chunks_of_a_long_sequence_need_few_plans():
-    """Of a million tokens in chunks of 256, each has another number of keys before it, and three pieces at most."""
+    """A million tokens in chunks of 256, no two of which have the same number of keys before them."""
     rows, block = 256, Block(scale=1.0, causal=True)
     shapes = set()
     for keys in range(rows, 2**20 + 1, rows):

@@ -29,7 +29,7 @@ SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
 
 @pytest.fixture
 def name(request, monkeypatch):
-    """A backend's name; where it is FA3's or FA4's, torch's flash operators run that package within the test."""
+    """A backend's name. In pieces, cuDNN cuts these short keys too; for FA3 and FA4, torch's flash operators run that package."""
     if request.param == "cudnn in pieces":
         monkeypatch.setattr("streamgrad.attention.backends.cudnn.KEYS_AT_ONCE", 48)
         yield "cudnn"

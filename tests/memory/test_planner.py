@@ -80,19 +80,22 @@ def test_the_smallest_segments_that_fit():
     assert all(fits for _, fits in seen) and seen == sorted(seen) and seen[-1][0] > 1, seen
 
 
+@pytest.mark.parametrize(("sequence", "gigabytes"), [(30_000, 17.7), (100_000, 20.3), (200_000, 25.8)])
+def test_the_smallest_chunks_come_where_no_segments_have_room_for_others(sequence, gigabytes):
+    budget = Budget(gigabytes * GB, 0.0)
+    plan, fits = choose_plan(step_of(sequence), Choices("auto", "none", None), budget)
+    assert fits and min(plan.chunk_sizes) < SMALL_CHUNKS[-1]
+    for layers in range(1, 7):
+        assert not choose_plan(step_of(sequence), Choices("auto", "none", SMALL_CHUNKS[-1], layers), budget)[1]
+
+
 def test_one_more_forward_pass_comes_before_the_smallest_chunks():
-    """Chunks below 2,048 tokens only where no segments have room for these; so longer segments may be taken than would fit."""
-    passed_over = 0
-    for budget in range(220, 420):
-        plan, fits = plan_of(100_000, budget / 10 * GB, offload="none")
-        within = Budget(budget / 10 * GB, 100 * GB)
-        segment = next((index for index, policy in enumerate(plan.policies[1:], 1) if not policy.recomputed), 36)
-        if fits and min(plan.chunk_sizes) < SMALL_CHUNKS[-1]:
-            others = (choose_plan(step_of(100_000), Choices("auto", "none", SMALL_CHUNKS[-1], n), within) for n in range(1, 7))
-            assert not any(other_fits for _, other_fits in others)
-        elif fits and segment > 1:
-            passed_over += choose_plan(step_of(100_000), Choices("auto", "none", None, segment - 1), within)[1]
-    assert passed_over
+    """Every layer's input would fit, with chunks that take longer to start than to compute."""
+    step, budget = step_of(100_000), Budget(30.3 * GB, 0.0)
+    kept, fits = choose_plan(step, Choices("auto", "none", None, 1), budget)
+    assert fits and min(kept.chunk_sizes) < SMALL_CHUNKS[-1]
+    plan, fits = choose_plan(step, Choices("auto", "none", None), budget)
+    assert fits and min(plan.chunk_sizes) >= SMALL_CHUNKS[-1] and any(policy.recomputed for policy in plan.policies)
 
 
 def test_without_room_there_is_the_smallest_plan_and_a_no():

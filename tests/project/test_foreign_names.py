@@ -78,7 +78,7 @@ PRIVATE = {
     "accelerate/hooks.py": "_hf_hook",
     "accelerate/state.py": "_mixed_precision",
     "trl/trainer/dpo_trainer.py": "_tp_size",
-    "transformers/trainer.py": "_get_dataloader",
+    "transformers/trainer.py": "_get_dataloader _load_optimizer_and_scheduler",
     "trl/trainer/grpo_trainer.py": f"_buffered_inputs {_GENERATION}",
     "trl/trainer/rloo_trainer.py": f"_buffered_inputs {_GENERATION}",
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": "_SEQUENCE_PARALLEL_GROUP",

@@ -26,7 +26,6 @@ SHORT = ["--max_steps", "6", "--logging_steps", "1", "--save_strategy", "steps",
 KILLED_WHILE_SAVING = """
 import os, signal, sys
 from transformers import Trainer
-from transformers.training_args import OptimizerNames
 
 stock = Trainer._save_rng_state
 

@@ -53,21 +53,28 @@ def test_activation_offloading(tmp_path):
         sft(tmp_path, activation_offloading=True)
 
 
-@pytest.mark.parametrize("resume", [True, "checkpoint-1"])
-@pytest.mark.parametrize("way", ["optim", "optimizers"])
-def test_states_of_another_kind_of_optimizer(way, resume, tmp_path):
-    """By the trainer's arguments, or by the optimizer that it was given. Without, its first step would raise a KeyError."""
-    (tmp_path / "checkpoint-1").mkdir()
-    torch.save({"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": []}, tmp_path / "checkpoint-1" / "optimizer.pt")
-    network, options, extra = model(), {}, {}
-    if way == "optim":
-        options = {"optim": "adamw_bnb_8bit"}
-    else:
-        kind = type("AdamW8bit", (torch.optim.SGD,), {"__module__": "bitsandbytes.optim.adamw"})
-        extra = {"optimizers": (kind(network.parameters(), lr=0.1), None)}
-    trainer = sft(tmp_path, network=network, extra=extra, **options)
+def of_bitsandbytes(parameters):
+    """An optimizer whose class says that it is of bitsandbytes."""
+    return type("AdamW8bit", (torch.optim.SGD,), {"__module__": "bitsandbytes.optim.adamw"})(parameters, lr=0.1)
+
+
+def test_states_of_another_kind_of_optimizer(tmp_path):
+    """They would raise a KeyError at the first step. What counts is the optimizer that there is, not the trainer's arguments."""
+    saving = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    sft(tmp_path, **saving).train()
+    network = model()
+    trainer = sft(tmp_path, network=network, extra={"optimizers": (of_bitsandbytes(network.parameters()), None)}, max_steps=2)
     with pytest.raises(ValueError, match="checkpoint-1: the optimizer of that run was not one of bitsandbytes'"):
-        trainer.train(resume_from_checkpoint=resume if resume is True else str(tmp_path / resume))
+        trainer.train(resume_from_checkpoint=True)
+    sft(tmp_path, **saving | {"max_steps": 2}).train(resume_from_checkpoint=True)
+
+    class Own(StreamSFTTrainer):
+        def create_optimizer(self, *args, **kwargs):
+            self.optimizer = of_bitsandbytes(self.model.parameters())
+            return self.optimizer
+
+    with pytest.raises(ValueError, match="checkpoint-2: the optimizer of that run was not one of bitsandbytes'"):
+        sft(tmp_path, kind=Own, max_steps=3).train(resume_from_checkpoint=True)
 
 
 def test_an_engine_that_was_told_otherwise(tmp_path):

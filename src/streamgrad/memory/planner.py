@@ -209,8 +209,9 @@ def choose_plan(step: Step, choices: Choices, budget: Budget) -> tuple[Plan, boo
         return max(plan.host_bytes, budget.host_bytes), plan.peak_bytes
 
     too_large: list[tuple[int, Plan]] = []
+    # All segments without the last chunks first, and then with them; once, where there are no others or none of these.
     usual = [size for size in worst_sizes if size >= regular_chunk(step.shape.rows, longest, SMALL_CHUNKS[-1])]
-    rounds = [worst_sizes] if usual in ([], worst_sizes) else [usual, worst_sizes]
+    rounds = [usual, worst_sizes] if 0 < len(usual) < len(worst_sizes) else [worst_sizes]
     for sizes, segment in product(rounds, _segment_sizes(step, choices)):
         for smallest in plans(segment, sizes[-1]):
             if fits(smallest):  # else no plan with larger chunks does

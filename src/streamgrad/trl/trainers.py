@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from transformers.trainer_utils import get_last_checkpoint
 from trl import DistillationTrainer, DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 
 from streamgrad.config import StreamConfig
@@ -27,7 +26,7 @@ from streamgrad.hf.status import note_optimizer, peak_bytes_so_far, show_message
 from streamgrad.parallel import failures_told
 from streamgrad.parallel.launch import check_engine
 from streamgrad.trl.checkpoints import begin_checkpoint, checkpoint_at, named_if_it_fails, refuse_other_states
-from streamgrad.trl.optimizer_place import check_optimizer_place, is_by_bitsandbytes, is_of_bitsandbytes, on_host
+from streamgrad.trl.optimizer_place import check_optimizer_place, is_of_bitsandbytes, on_host
 from streamgrad.trl.restoring import restored_on_error
 from streamgrad.trl.scoring import enable_for_trainer, streamed_head_in
 from streamgrad.trl.shared_generations import SharedGenerations
@@ -79,16 +78,10 @@ class _Streamed:
             logs = logs | {"peak_memory_gib": round(peak_bytes_so_far(self.args.device) / 2**30, 3)}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as TRL does, but not with states of another kind of optimizer. Where a rank fails, rank 0 says why as well."""
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as TRL does. Where another rank fails, rank 0 says why as well."""
         with failures_told():
-            is_last = resume_from_checkpoint is True
-            checkpoint = get_last_checkpoint(self.args.output_dir) if is_last else resume_from_checkpoint
-            if checkpoint:
-                own = getattr(self, "optimizer", None)
-                by_bitsandbytes = is_by_bitsandbytes(self.args) if own is None else is_of_bitsandbytes(own)
-                refuse_other_states(str(checkpoint), by_bitsandbytes=by_bitsandbytes)
-            return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+            return super().train(*args, **kwargs)  # type: ignore[misc]
 
     def _streaming(self, stream: StreamConfig | None, given: dict[str, Any]) -> AbstractContextManager[None]:
         """Return a block in which TRL's constructor makes or takes models that are then streamed; `given` are its arguments."""
@@ -105,6 +98,12 @@ class _Streamed:
         made = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         note_optimizer(self.model, made)
         return made
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            trainer: Any = self
+            refuse_other_states(checkpoint, by_bitsandbytes=is_of_bitsandbytes(trainer.optimizer))
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         output, processes = self.args.output_dir, self.args.world_size
