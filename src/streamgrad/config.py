@@ -71,8 +71,8 @@ class StreamConfig:
             `"fa4"`: the same, with FlashAttention-4 (the extra `[fa4]`) in the place of torch's own flash
             attention, in the whole process.
         fused_kernels (`str`, defaults to `"auto"`):
-            Whether norms, rotary embeddings and gated activations run as one fused kernel each, in families whose code is
-            known. `"auto"`: for 16-bit values on CUDA. `"on"`: always. `"off"`: never.
+            Whether norms, rotary embeddings, gated activations and what stands around the products of experts run as one fused
+            kernel each, in families whose code is known. `"auto"`: for 16-bit values on CUDA. `"on"`: always. `"off"`: never.
         compile_layers (`bool`, defaults to `False`):
             Whether to compile layers by torch.compile, for steps in which every layer keeps the ordinary graph and nothing runs
             in chunks. The first such step takes some ten seconds longer, and later ones are faster where launches decide, at a

@@ -70,6 +70,8 @@ PRIVATE = {
     "a configuration": "_attn_implementation _attn_implementation_internal",
     "transformers.PreTrainedModel": "_supports_attention_backend",
     "transformers/modeling_utils.py": "_loss_function",
+    "transformers.integrations.moe": "_default_apply_gate _grouped_linear",
+    "transformers/integrations/moe.py": "_apply_gate _experts_implementation _is_expert_parallel",
     "transformers.models.gemma.modeling_gemma.GemmaRMSNorm": "_norm",
     "transformers.utils.output_capturing": "_active_collector",
     "transformers/utils/output_capturing.py": "_hidden_states_layers",
@@ -130,7 +132,9 @@ UNDOCUMENTED = {
 }
 
 # Names that older releases of transformers, which are supported too, do without.
-SINCE = {"_hidden_states_layers": "5.17", "is_recording_past": "5.21", "shared_kv_states": "5.5.4"}
+SINCE = {
+    "_hidden_states_layers": "5.17", "_is_expert_parallel": "5.22", "is_recording_past": "5.21", "shared_kv_states": "5.5.4",
+}  # fmt: skip
 
 # Of the standard library and ours.
 NOT_THEIRS = {"_actions", "_getframe", "_replace", "_streamgrad"}

@@ -278,14 +278,20 @@ class _ShapesOfKernels:
         return x_NE.new_empty(x_NE.shape), weight_E.new_empty(weight_E.shape, dtype=inverse_N1.dtype)
 
     @staticmethod
-    def gated_forward(gate_NE: Tensor, up_NE: Tensor, activation: str) -> Tensor:
+    def gated_forward(gate_NE: Tensor, up_NE: Tensor, activation: str, weight_N: Tensor | None = None) -> Tensor:
         return gate_NE.new_empty(gate_NE.shape)
 
     @staticmethod
     def gated_backward(
-        dout_NE: Tensor, gate_NE: Tensor, up_NE: Tensor, activation: str, *, in_place: bool
-    ) -> tuple[Tensor, Tensor]:
-        return (gate_NE, up_NE) if in_place else (gate_NE.new_empty(gate_NE.shape), up_NE.new_empty(up_NE.shape))
+        dout_NE: Tensor, gate_NE: Tensor, up_NE: Tensor, activation: str, *, in_place: bool, weight_N: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        dweight_N = None if weight_N is None else weight_N.new_empty(weight_N.shape, dtype=accumulator_dtype(gate_NE.dtype))
+        halves = (gate_NE, up_NE) if in_place else (gate_NE.new_empty(gate_NE.shape), up_NE.new_empty(up_NE.shape))
+        return *halves, dweight_N
+
+    @staticmethod
+    def sum_of_rows(rows_SE: Tensor, place_TK: Tensor) -> Tensor:
+        return rows_SE.new_empty(len(place_TK), rows_SE.shape[1])
 
     @staticmethod
     def rotate(heads: Sequence[Tensor], cos_BLD: Tensor, sin_BLD: Tensor, *, back: bool) -> list[Tensor]:
@@ -295,12 +301,12 @@ class _ShapesOfKernels:
 @contextmanager
 def _shapes_for_kernels() -> Iterator[None]:
     """Within the block, fused parts make no more tensors than their kernels do."""
-    stock = fused._code_for
-    fused._code_for = lambda tensor: _ShapesOfKernels
+    stock = fused.code_for
+    fused.code_for = lambda tensor: _ShapesOfKernels
     try:
         yield
     finally:
-        fused._code_for = stock
+        fused.code_for = stock
 
 
 @contextmanager

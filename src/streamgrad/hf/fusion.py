@@ -1,8 +1,8 @@
-"""Fused norms, gated activations and rotary embeddings in place of transformers' own, for the duration of one layer call.
+"""Fused norms, gated activations, experts and rotary embeddings in place of transformers' own, while one layer is called.
 
 A module is recognised by its code: its class's forward must have exactly the bytecode of one of the functions below, which dozens
-of transformers' families share. Nothing else is touched: a forward that is written differently, is wrapped, or was patched by
-another library (Liger, kernels from the hub) runs as it is.
+of transformers' families share, or be the one that all experts share (`fused_experts`). Nothing else is touched: a forward that
+is written differently, is wrapped, or was patched by another library (Liger, kernels from the hub) runs as it is.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers import activations
 
 from streamgrad.engine.linear_maps import nobody_watches
 from streamgrad.engine.temporary import temporary_attributes
+from streamgrad.hf.fused_experts import fused_experts, is_of_experts
 from streamgrad.ops.fused import Norm, gated, rms_norm, rotary
 
 
@@ -115,7 +116,7 @@ def _is_known_rotary(function: Any) -> bool:
     return _same_code(function, _apply_rotary) and function.__defaults__ == (1,) and _same_code(halves, _rotate_half)
 
 
-def _fused_forward(module: Any, form: str, forward: Any, wants: Callable[..., bool]) -> Callable[[Tensor], Tensor] | None:
+def _fused_forward(module: Any, form: str, forward: Any, wants: Callable[..., bool]) -> Callable[..., Tensor] | None:
     """Return a fused function that equals `forward`, the one of the module's class in this form, or None if none is known."""
     stock = types.MethodType(forward, module)
     if form == "gemma norm":
@@ -127,6 +128,8 @@ def _fused_forward(module: Any, form: str, forward: Any, wants: Callable[..., bo
     activation = _activation_of(module)
     if activation is None:
         return None
+    if form == "experts":
+        return fused_experts(module, activation, wants)
     return (_fused_joint_mlp if form == "joint mlp" else _fused_mlp)(module, activation, stock, wants)
 
 
@@ -137,6 +140,8 @@ def _form_of(forward: Any) -> tuple[str | None, bool]:
     Cached by function, as a class's forward may be replaced.
     """
     rotates = "apply_rotary_pos_emb" in getattr(getattr(forward, "__code__", None), "co_names", ())
+    if is_of_experts(forward):
+        return "experts", rotates
     return next((form for reference, form in _FORMS.items() if _same_code(forward, reference)), None), rotates
 
 

@@ -26,7 +26,7 @@ from streamgrad.ops.triton_support import kernels_for
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
-def _code_for(tensor: Tensor) -> Any:
+def code_for(tensor: Tensor) -> Any:
     """Return the module whose functions compute on this tensor: `fused_kernels` on a GPU, else this one."""
     return kernels_for(tensor, "streamgrad.ops.fused_kernels") or sys.modules[__name__]
 
@@ -72,7 +72,7 @@ def norm_backward(dout_NE: Tensor, x_NE: Tensor, inverse_N1: Tensor, weight_E: T
 class _RmsNorm(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_E: Tensor, norm: Norm) -> Tensor:
-        out_NE, inverse_N1 = _code_for(x).norm_forward(_rows(x), weight_E.detach(), norm.eps, norm.weight_offset)
+        out_NE, inverse_N1 = code_for(x).norm_forward(_rows(x), weight_E.detach(), norm.eps, norm.weight_offset)
         ctx.norm = norm
         ctx.save_for_backward(x, weight_E, inverse_N1)
         return own(out_NE, x.shape)
@@ -81,9 +81,7 @@ class _RmsNorm(Function):
     @first_order_only
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_E, inverse_N1 = ctx.saved_tensors
-        dx_NE, dweight_E = _code_for(x).norm_backward(
-            _rows(dout), _rows(x), inverse_N1, weight_E.detach(), ctx.norm.weight_offset
-        )
+        dx_NE, dweight_E = code_for(x).norm_backward(_rows(dout), _rows(x), inverse_N1, weight_E.detach(), ctx.norm.weight_offset)
         return dx_NE.view(x.shape), dweight_E if ctx.needs_input_grad[1] else None, None
 
 
@@ -110,20 +108,31 @@ def _activation(gate: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     return 0.5 * gate * (1.0 + tanh), 0.5 * (1.0 + tanh) + 0.5 * gate * (1.0 - tanh.square()) * dinner
 
 
-def gated_forward(gate_NE: Tensor, up_NE: Tensor, activation: str) -> Tensor:
+def gated_forward(gate_NE: Tensor, up_NE: Tensor, activation: str, weight_N: Tensor | None = None) -> Tensor:
+    """Return `weight * activation(gate) * up`; without weights, of 1."""
     wide = accumulator_dtype(gate_NE.dtype)
     value_NE, _ = _activation(gate_NE.to(wide), activation)
-    return (value_NE * up_NE.to(wide)).to(gate_NE.dtype)
+    out_NE = value_NE * up_NE.to(wide)
+    return (out_NE if weight_N is None else out_NE * weight_N.to(wide).unsqueeze(1)).to(gate_NE.dtype)
 
 
-def gated_backward(dout_NE: Tensor, gate_NE: Tensor, up_NE: Tensor, activation: str, *, in_place: bool) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `gate` and `up`; with `in_place`, both are overwritten with them."""
+def gated_backward(
+    dout_NE: Tensor, gate_NE: Tensor, up_NE: Tensor, activation: str, *, in_place: bool, weight_N: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the gradients of `gate` and `up`, and of the weights if there are any, in the accumulator dtype.
+
+    With `in_place`, `gate` and `up` are overwritten with theirs.
+    """
     wide = accumulator_dtype(gate_NE.dtype)
     value_NE, slope_NE = _activation(gate_NE.to(wide), activation)
-    dgate_NE, dup_NE = dout_NE.to(wide) * up_NE.to(wide) * slope_NE, dout_NE.to(wide) * value_NE
+    upstream_NE, dweight_N = dout_NE.to(wide), None
+    if weight_N is not None:
+        dweight_N = (upstream_NE * value_NE * up_NE.to(wide)).sum(dim=1)
+        upstream_NE = upstream_NE * weight_N.to(wide).unsqueeze(1)
+    dgate_NE, dup_NE = upstream_NE * up_NE.to(wide) * slope_NE, upstream_NE * value_NE
     if in_place:
-        return gate_NE.copy_(dgate_NE), up_NE.copy_(dup_NE)
-    return dgate_NE.to(gate_NE.dtype), dup_NE.to(up_NE.dtype)
+        return gate_NE.copy_(dgate_NE), up_NE.copy_(dup_NE), dweight_N
+    return dgate_NE.to(gate_NE.dtype), dup_NE.to(up_NE.dtype), dweight_N
 
 
 class _Gated(Function):
@@ -131,14 +140,14 @@ class _Gated(Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str, consumed: bool) -> Tensor:
         ctx.activation, ctx.consumed = activation, consumed
         ctx.save_for_backward(gate, up)
-        return own(_code_for(gate).gated_forward(_rows(gate), _rows(up), activation), gate.shape)
+        return own(code_for(gate).gated_forward(_rows(gate), _rows(up), activation), gate.shape)
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         in_place = ctx.consumed and not torch._C._autograd._get_current_graph_task_keep_graph()
-        dgate_NE, dup_NE = _code_for(gate).gated_backward(
+        dgate_NE, dup_NE, _ = code_for(gate).gated_backward(
             _rows(dout), _rows(gate.detach()), _rows(up.detach()), ctx.activation, in_place=in_place
         )
         if in_place:
@@ -154,6 +163,14 @@ def gated(gate: Tensor, up: Tensor, activation: str, *, consumed: bool = False) 
     graph may then overwrite them with their gradients.
     """
     return _Gated.apply(gate, up, activation, consumed)
+
+
+# --- Rows of experts ------------------------------------------------------------------------------------------------------
+
+
+def sum_of_rows(rows_SE: Tensor, place_TK: Tensor) -> Tensor:
+    """Return `rows_SE[place_TK].sum(dim=1)`, added up in the accumulator dtype."""
+    return rows_SE[place_TK].sum(dim=1, dtype=accumulator_dtype(rows_SE.dtype)).to(rows_SE.dtype)
 
 
 # --- Rotary embedding -----------------------------------------------------------------------------------------------------
@@ -180,7 +197,7 @@ class _Rotary(Function):
         ctx.save_for_backward(cos_BLD, sin_BLD)
         ctx.set_materialize_grads(False)
         heads = _dense(query_BHLD), _dense(key_BGLD)
-        query, key = _code_for(query_BHLD).rotate(heads, _dense(cos_BLD), _dense(sin_BLD), back=False)
+        query, key = code_for(query_BHLD).rotate(heads, _dense(cos_BLD), _dense(sin_BLD), back=False)
         # Otherwise the output of a frozen projection would need a gradient because the other one does.
         ctx.mark_non_differentiable(*(x for x, needed in zip((query, key), ctx.needs_input_grad[:2], strict=True) if not needed))
         return query, key
@@ -192,7 +209,7 @@ class _Rotary(Function):
         present = [index for index, dout in enumerate(douts) if dout is not None]
         if present:
             heads = [_dense(douts[index]) for index in present]
-            rotated = _code_for(heads[0]).rotate(heads, *map(_dense, ctx.saved_tensors), back=True)
+            rotated = code_for(heads[0]).rotate(heads, *map(_dense, ctx.saved_tensors), back=True)
             for index, dhead in zip(present, rotated, strict=True):
                 gradients[index] = dhead
         return tuple(gradients)

@@ -46,28 +46,45 @@ def norm_backward(dout_NE: Tensor, x_NE: Tensor, inverse_N1: Tensor, weight_E: T
     return dx_NE, partial.sum(dim=0)
 
 
-def gated_forward(gate_NE: Tensor, up_NE: Tensor, activation: str) -> Tensor:
+def gated_forward(gate_NE: Tensor, up_NE: Tensor, activation: str, weight_N: Tensor | None = None) -> Tensor:
     rows, width = gate_NE.shape
     out_NE = gate_NE.new_empty((rows, width))
     block = min(TILE, _power_of_2(width))
     with torch.cuda.device_of(gate_NE):
         _gated_forward_kernel[(rows, _parts(width, block))](
-            gate_NE, up_NE, out_NE, gate_NE.stride(0), up_NE.stride(0), E=width, ACTIVATION=activation, BLOCK=block, num_warps=8
-        )
+            gate_NE, up_NE, out_NE, weight_N, gate_NE.stride(0), up_NE.stride(0), E=width, ACTIVATION=activation,
+            WEIGHTED=weight_N is not None, BLOCK=block, num_warps=_warps(block),
+        )  # fmt: skip
     return out_NE
 
 
-def gated_backward(dout_NE: Tensor, gate_NE: Tensor, up_NE: Tensor, activation: str, *, in_place: bool) -> tuple[Tensor, Tensor]:
+def gated_backward(
+    dout_NE: Tensor, gate_NE: Tensor, up_NE: Tensor, activation: str, *, in_place: bool, weight_N: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     rows, width = gate_NE.shape
     dgate_NE, dup_NE = (gate_NE, up_NE) if in_place else (gate_NE.new_empty((rows, width)) for _ in range(2))
     block = min(TILE, _power_of_2(width))
+    parts = _parts(width, block)
+    # Each program sums the weight's gradient over its own part of a row.
+    partial = None if weight_N is None else gate_NE.new_empty((rows, parts), dtype=torch.float32)
     with torch.cuda.device_of(gate_NE):
-        _gated_backward_kernel[(rows, _parts(width, block))](
-            dout_NE, gate_NE, up_NE, dgate_NE, dup_NE,
+        _gated_backward_kernel[(rows, parts)](
+            dout_NE, gate_NE, up_NE, dgate_NE, dup_NE, weight_N, partial,
             dout_NE.stride(0), gate_NE.stride(0), up_NE.stride(0), dgate_NE.stride(0), dup_NE.stride(0),
-            E=width, ACTIVATION=activation, BLOCK=block, num_warps=8,
+            E=width, ACTIVATION=activation, WEIGHTED=weight_N is not None, BLOCK=block, num_warps=_warps(block),
         )  # fmt: skip
-    return dgate_NE, dup_NE
+    return dgate_NE, dup_NE, None if partial is None else partial.view(rows) if parts == 1 else partial.sum(dim=1)
+
+
+def sum_of_rows(rows_SE: Tensor, place_TK: Tensor) -> Tensor:
+    (tokens, each), width = place_TK.shape, rows_SE.shape[1]
+    out_TE = rows_SE.new_empty((tokens, width))
+    block = min(TILE, _power_of_2(width))
+    with torch.cuda.device_of(rows_SE):
+        _sum_of_rows_kernel[(tokens, _parts(width, block))](
+            rows_SE, place_TK, out_TE, rows_SE.stride(0), E=width, K=each, BLOCK=block, num_warps=_warps(block)
+        )
+    return out_TE
 
 
 def rotate(heads: Sequence[Tensor], cos_BLD: Tensor, sin_BLD: Tensor, *, back: bool) -> list[Tensor]:
@@ -103,6 +120,11 @@ def _row_tile(width: int) -> tuple[int, int]:
     """Return the power of 2 that a program reserves for a row of `width`, and how many rows it holds at a time."""
     block = _power_of_2(width)
     return block, max(1, TILE // block)
+
+
+def _warps(block: int) -> int:
+    """Return how many warps share a block of a row: threads with fewer than 16 values of it each would wait for memory."""
+    return max(1, min(8, block // 512))
 
 
 # Triton's own versions of these two are made for use in kernels, and slow outside.
@@ -177,20 +199,25 @@ def _activation(gate, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _gated_forward_kernel(gate, up, out, gate_stride, up_stride, E: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def _gated_forward_kernel(
+    gate, up, out, weight, gate_stride, up_stride,
+    E: tl.constexpr, ACTIVATION: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < E
     gate_values = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     up_values = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
     value, _ = _activation(gate_values, ACTIVATION)
+    if WEIGHTED:
+        value *= tl.load(weight + row).to(tl.float32)
     tl.store(out + row * E + column, value * up_values, mask=inside)
 
 
 @triton.jit
 def _gated_backward_kernel(
-    dout, gate, up, dgate, dup, dout_stride, gate_stride, up_stride, dgate_stride, dup_stride,
-    E: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+    dout, gate, up, dgate, dup, weight, dweight, dout_stride, gate_stride, up_stride, dgate_stride, dup_stride,
+    E: tl.constexpr, ACTIVATION: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -199,8 +226,23 @@ def _gated_backward_kernel(
     gate_values = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     up_values = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
     value, slope = _activation(gate_values, ACTIVATION)
+    if WEIGHTED:
+        tl.store(dweight + row * tl.num_programs(1) + tl.program_id(1), tl.sum(upstream * value * up_values, axis=0))
+        upstream *= tl.load(weight + row).to(tl.float32)
     tl.store(dgate + row * dgate_stride + column, upstream * up_values * slope, mask=inside)
     tl.store(dup + row * dup_stride + column, upstream * value, mask=inside)
+
+
+@triton.jit
+def _sum_of_rows_kernel(rows, place, out, stride, E: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < E
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for k in tl.static_range(K):
+        row = tl.load(place + token * K + k).to(tl.int64)
+        total += tl.load(rows + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * E + column, total, mask=inside)
 
 
 @triton.jit

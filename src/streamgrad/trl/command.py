@@ -82,7 +82,7 @@ _STREAM_HELP = {
     "offload": f"where what is kept waits for backward: {', '.join(OFFLOAD_PLACES)}.",
     "recompute_layers": "layers of which only the first keeps its input, and which backward runs once more, or auto.",
     "attention": f"the attention kernel: {', '.join(ATTENTION_BACKENDS)}.",
-    "fused_kernels": f"norms, rotary embeddings and gated activations as one kernel each: {', '.join(FUSED_KERNEL_MODES)}.",
+    "fused_kernels": f"norms, rotary embeddings, gates, routes to experts as one kernel each: {', '.join(FUSED_KERNEL_MODES)}.",
     "compile_layers": "compile layers by torch.compile, for steps so short that every layer keeps its graph.",
     "memory_budget": "device memory that a step may use, weights included, for example 80GiB; by default, what is free.",
     "optimizer": "as for streamgrad plan: adamw, or what --optim says; adamw8bit; in-backward, where each gradient is used and "
