@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from transformers.integrations import moe
 
 import batches
@@ -70,16 +72,16 @@ def test_weighted_gate(activation):
     routes, source, weights = Routes.of(CHOSEN, 4), leaf(10, 14), leaf(5, 2)
     gate, up = source.chunk(2, dim=-1)
     expected = stock(gate) * up * weights.reshape(-1)[routes.pair_S, None]
-    # The joint tensor is overwritten in backward, so a check that reads it again gets a new one each time.
-    torch.testing.assert_close(weighted_gate(source * 1.0, weights, routes, activation), expected, rtol=1e-12, atol=1e-12)
-    assert torch.autograd.gradcheck(lambda s, w: weighted_gate(s * 1.0, w, routes, activation), (source, weights))
+    torch.testing.assert_close(weighted_gate(source, weights, routes, activation), expected, rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(lambda s, w: weighted_gate(s, w, routes, activation), (source, weights))
+    assert torch.autograd.gradcheck(lambda s, w: weighted_gate(s * 1.0, w, routes, activation, consumed=True), (source, weights))
 
 
 def test_a_graph_that_runs_again_keeps_what_it_was_given_and_one_that_shares_it_is_refused():
     routes, source, weights = Routes.of(CHOSEN, 4), leaf(10, 14), leaf(5, 2)
     joint = source * 1.0
     before = joint.detach().clone()
-    out = weighted_gate(joint, weights, routes, "silu").sum()
+    out = weighted_gate(joint, weights, routes, "silu", consumed=True).sum()
     first = torch.autograd.grad(out, (source, weights), retain_graph=True)
     assert torch.equal(joint, before)
     assert all(map(torch.equal, first, torch.autograd.grad(out, (source, weights))))
@@ -87,7 +89,7 @@ def test_a_graph_that_runs_again_keeps_what_it_was_given_and_one_that_shares_it_
     joint = source * 1.0
     other = joint.square().sum()
     with pytest.raises(RuntimeError, match="modified by an inplace operation|has been modified inplace"):
-        (other + weighted_gate(joint, weights, routes, "silu").sum()).backward()
+        (other + weighted_gate(joint, weights, routes, "silu", consumed=True).sum()).backward()
 
 
 @pytest.mark.parametrize("keep", ["input", "attention", "all"])
@@ -184,7 +186,9 @@ def test_only_experts_that_are_known_run_fused(monkeypatch):
     assert not is_fused(experts)
     monkeypatch.undo()
     monkeypatch.setattr(fused_experts, "_KNOWN_NAMES", fused_experts._KNOWN_NAMES - {"has_bias"})
+    fused_experts._is_known_code.cache_clear()
     assert not is_fused(experts), "transformers' function reads what is not known here"
+    fused_experts._is_known_code.cache_clear()
 
 
 def test_another_implementation_runs_as_it_is(monkeypatch):
@@ -200,6 +204,119 @@ def test_another_implementation_runs_as_it_is(monkeypatch):
     model.config._experts_implementation = "batched_mm"
     run_step(model, batches.plain(model))
     assert not calls
+
+
+def test_pairs_of_no_expert_count_for_nothing(any_dtype):
+    """transformers 5.17 lets a router drop pairs by a number beyond the experts'. Products leave their rows undefined."""
+    chosen = CHOSEN.clone()
+    chosen[0, 1] = chosen[3, 0] = 4
+    routes, rows = Routes.of(chosen, 4), leaf(10, 7)
+    kept = torch.arange(10) < 8
+    assert routes.stop_X.tolist() == [2, 2, 5, 8]
+    undefined = torch.where(kept[:, None], rows, torch.nan)
+    assert torch.equal(collected(undefined, routes), collected(torch.where(kept[:, None], rows, 0.0), routes))
+    x = leaf(5, 7)
+    (gradient,) = torch.autograd.grad(spread(x, routes), x, torch.where(kept[:, None], torch.ones(10, 7), torch.nan))
+    assert torch.equal(gradient[:, 0], torch.tensor([1.0, 2.0, 2.0, 1.0, 2.0]))
+
+
+def test_what_a_program_has_replaced_runs_as_it_is(monkeypatch):
+    """Functions of transformers' in every place where they are looked up: one that wraps them is none of them."""
+    model = of_experts(dtype=torch.float32)
+    experts, batch = model.model.layers[0].mlp.experts, batches.plain(model)
+
+    def halved(function):
+        return lambda *args, **kwargs: function(*args, **kwargs) * 0.5
+
+    for name, places in {
+        "grouped_mm_experts_forward": [],
+        "_default_apply_gate": [(type(experts), "_apply_gate")],
+        "_grouped_linear": [],
+        "_grouped_mm": [],
+    }.items():
+        changed = halved(getattr(moe, name))
+        for owner, attribute in [(moe, name), *places]:
+            monkeypatch.setattr(owner, attribute, changed)
+        if name == "grouped_mm_experts_forward":
+            monkeypatch.setitem(moe.ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", changed)
+        expected = run_step(model, batch)
+        streamgrad.enable(model, chunk_size=7, fused_kernels="on")
+        assert_same_step(run_step(model, batch), expected, 2e-5)
+        streamgrad.disable(model)
+        monkeypatch.undo()
+    monkeypatch.setattr(moe, "grouped_mm_experts_forward", functools.partial(moe.grouped_mm_experts_forward))
+    assert is_fused(experts), "the registry has the function itself"
+
+
+class _Named(nn.Module):
+    """Experts of a program: other names in its own forward, and weights that are elsewhere."""
+
+    def __init__(self, config, stock):
+        super().__init__()
+        self.act_fn, self.num_experts, self.stock = stock.act_fn, stock.num_experts, stock
+
+    def forward(self, hidden_states, router_indices=None, routing_weights=None):
+        return self.stock(hidden_states, router_indices, routing_weights)
+
+
+def test_experts_with_arguments_of_their_own():
+    """A call is looked at only where transformers' function gets it."""
+    model = of_experts(dtype=torch.float32)
+    model.config._experts_implementation = "eager"
+    stock = model.model.layers[0].mlp.experts
+    experts = moe.use_experts_implementation(_Named)(model.config, stock)
+    x, weights = torch.randn(5, model.config.hidden_size), torch.rand(5, 2)
+    expected = stock(x, CHOSEN, weights)
+    with Fusion([experts], mode="on").installed():
+        assert torch.equal(experts(x, router_indices=CHOSEN, routing_weights=weights), expected)
+
+
+def test_fp16_runs_as_it_is(monkeypatch):
+    """The gradient of a pair's rows is rounded before its weight makes it smaller: it would leave fp16's range sooner."""
+    monkeypatch.setattr(Routes, "of", None)
+    experts = of_experts(dtype=torch.float16).model.layers[0].mlp.experts
+    assert is_fused(experts)
+    with Fusion([experts], mode="on").installed():
+        experts(torch.randn(5, experts.hidden_dim).half(), CHOSEN, torch.rand(5, 2).half())
+
+
+def test_a_function_mode_finds_what_it_kept(any_dtype):
+    class Keeping(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.is_floating_point():
+                self.kept.append((result, result.detach().clone()))
+            return result
+
+    experts = of_experts().model.layers[0].mlp.experts
+    with Fusion([experts], mode="on").installed(), Keeping() as mode:
+        out = experts(leaf(5, experts.hidden_dim), CHOSEN, leaf(5, 2))
+    out.sum().backward()
+    assert mode.kept and all(torch.equal(result, copy) for result, copy in mode.kept)
+
+
+def test_weights_that_are_made_for_each_call_are_made_once(any_dtype):
+    made = []
+
+    class Counted(nn.Module):
+        def forward(self, weight):
+            made.append(weight.shape)
+            return weight * 1.0
+
+    experts = of_experts().model.layers[0].mlp.experts
+    for name in ("gate_up_proj", "down_proj"):
+        nn.utils.parametrize.register_parametrization(experts, name, Counted())
+    made.clear()
+    with Fusion([experts], mode="on").installed():
+        experts(leaf(5, experts.hidden_dim), CHOSEN, leaf(5, 2))
+        assert len(made) == 2
+        experts.config._experts_implementation = "batched_mm"
+        experts(leaf(5, experts.hidden_dim), CHOSEN, leaf(5, 2))
+        assert len(made) == 4
 
 
 def test_what_backward_needs_has_neither_the_last_product_nor_its_weighted_copy(any_dtype):
@@ -236,9 +353,12 @@ def test_kernels(width, dtype):
     kernels = importlib.import_module("streamgrad.ops.fused_kernels")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     routes = Routes.of(CHOSEN, 4)
-    place, rows = routes.place_TK.to(device), torch.randn(10, width, device=device).to(dtype)
-    tolerance = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-5}
-    torch.testing.assert_close(kernels.sum_of_rows(rows, place).double(), fused.sum_of_rows(rows.double(), place), **tolerance)
+    rows, tolerance = torch.randn(10, width, device=device).to(dtype), {"rtol": 2 * torch.finfo(dtype).eps, "atol": 1e-5}
+    for stop in (routes.stop_X, routes.stop_X - 3):  # of the second, three pairs are of no expert
+        where = routes.place_TK.to(device), stop.to(device)
+        torch.testing.assert_close(
+            kernels.sum_of_rows(rows, *where).double(), fused.sum_of_rows(rows.double(), *where), **tolerance
+        )
     joint, dout, weight = (torch.randn(10, size, device=device).to(dtype) for size in (2 * width, width, 1))
     weight_N, exact = weight.view(-1), [tensor.double() for tensor in (dout, *joint.chunk(2, dim=-1))]
     expected = fused.gated_forward(*exact[1:], "silu", weight_N.double())

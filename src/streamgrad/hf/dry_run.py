@@ -290,7 +290,7 @@ class _ShapesOfKernels:
         return *halves, dweight_N
 
     @staticmethod
-    def sum_of_rows(rows_SE: Tensor, place_TK: Tensor) -> Tensor:
+    def sum_of_rows(rows_SE: Tensor, place_TK: Tensor, stop_X: Tensor) -> Tensor:
         return rows_SE.new_empty(len(place_TK), rows_SE.shape[1])
 
     @staticmethod

@@ -168,9 +168,10 @@ def gated(gate: Tensor, up: Tensor, activation: str, *, consumed: bool = False) 
 # --- Rows of experts ------------------------------------------------------------------------------------------------------
 
 
-def sum_of_rows(rows_SE: Tensor, place_TK: Tensor) -> Tensor:
-    """Return `rows_SE[place_TK].sum(dim=1)`, added up in the accumulator dtype."""
-    return rows_SE[place_TK].sum(dim=1, dtype=accumulator_dtype(rows_SE.dtype)).to(rows_SE.dtype)
+def sum_of_rows(rows_SE: Tensor, place_TK: Tensor, stop_X: Tensor) -> Tensor:
+    """Return `rows_SE[place_TK].sum(dim=1)`, added up in the accumulator dtype, without rows from the last stop on."""
+    rows_TKE = rows_SE[place_TK].masked_fill((place_TK >= stop_X[-1]).unsqueeze(-1), 0.0)
+    return rows_TKE.sum(dim=1, dtype=accumulator_dtype(rows_SE.dtype)).to(rows_SE.dtype)
 
 
 # --- Rotary embedding -----------------------------------------------------------------------------------------------------

@@ -76,14 +76,15 @@ def gated_backward(
     return dgate_NE, dup_NE, None if partial is None else partial.view(rows) if parts == 1 else partial.sum(dim=1)
 
 
-def sum_of_rows(rows_SE: Tensor, place_TK: Tensor) -> Tensor:
+def sum_of_rows(rows_SE: Tensor, place_TK: Tensor, stop_X: Tensor) -> Tensor:
     (tokens, each), width = place_TK.shape, rows_SE.shape[1]
     out_TE = rows_SE.new_empty((tokens, width))
     block = min(TILE, _power_of_2(width))
     with torch.cuda.device_of(rows_SE):
         _sum_of_rows_kernel[(tokens, _parts(width, block))](
-            rows_SE, place_TK, out_TE, rows_SE.stride(0), E=width, K=each, BLOCK=block, num_warps=_warps(block)
-        )
+            rows_SE, place_TK, stop_X, out_TE, rows_SE.stride(0), E=width, K=each, X=len(stop_X), BLOCK=block,
+            num_warps=_warps(block),
+        )  # fmt: skip
     return out_TE
 
 
@@ -234,14 +235,15 @@ def _gated_backward_kernel(
 
 
 @triton.jit
-def _sum_of_rows_kernel(rows, place, out, stride, E: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_of_rows_kernel(rows, place, stop, out, stride, E: tl.constexpr, K: tl.constexpr, X: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < E
+    last = tl.load(stop + X - 1)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for k in tl.static_range(K):
         row = tl.load(place + token * K + k).to(tl.int64)
-        total += tl.load(rows + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(rows + row * stride + column, mask=inside & (row < last), other=0.0).to(tl.float32)
     tl.store(out + token * E + column, total, mask=inside)
 
 
