@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
 import batches
 import streamgrad
+from batches import labelled
 from gradients import assert_same_step, more, no_float32, run_step
 from lora import with_lora
-from streamgrad.attention.backends.cudnn_plans import PlanPrices
 from streamgrad.engine.layer import StreamedCall
-from streamgrad.hf import compiled_layers, plain_pass, whole_attention
-from streamgrad.hf.seams import attention_replaced_in
+from streamgrad.hf import plain_pass, whole_attention
 from streamgrad.hf.whole_step import WholeStep
-from tiny import FAMILIES, tiny_model, tokens
+from tiny import BY_SDPA, tiny_model
 
 
 @pytest.fixture
@@ -33,15 +30,8 @@ def streamed(monkeypatch):
     return count
 
 
-def labelled(length, rows=1):
-    ids = tokens(rows, length)
-    return {"input_ids": ids, "labels": ids.clone()}
-
-
 # --- Exact, and plain -------------------------------------------------------------------------------------------------------
 
-# Those that stock attention by SDPA supports.
-BY_SDPA = [family for family in FAMILIES if family not in ("gemma2", "gpt_oss")]
 WITHOUT_BOUNDARIES = [kind for kind in batches.KINDS if kind not in ("packed_flat", "dense_mask")]
 FEW = [("qwen3", "plain"), ("qwen3", "left_padded"), ("qwen3", "packed"), ("mistral", "right_padded"), ("gemma3_text", "plain")]
 REST = [(family, kind) for family in BY_SDPA for kind in WITHOUT_BOUNDARIES if (family, kind) not in FEW]
@@ -204,84 +194,7 @@ def test_plain_and_chunked_steps_add_up():
     assert len(layers) == 2 and kept != {"all"}, kept
 
 
-# --- Compiled layers --------------------------------------------------------------------------------------------------------
-
-
-# torch.compile reads .grad of tensors that are no leaves.
-compiling = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-
-
-@pytest.fixture
-def graphs(monkeypatch):
-    """The graphs that are compiled, by a backend that runs them as they are."""
-    found = []
-
-    def backend(graph, inputs):
-        found.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(compiled_layers, "_BACKEND", backend)
-    torch._dynamo.reset()
-    compiled_layers._compiled.cache_clear()
-    yield found
-    compiled_layers._compiled.cache_clear()
-
-
-@compiling
-@pytest.mark.parametrize("whose", ["ours", "the user's"])
-def test_one_graph_serves_all_layers_and_lengths(whose, graphs, streamed):
-    model = tiny_model("qwen3", num_hidden_layers=4)
-    lengths = (16, 23, 40)
-    expected = [run_step(model, labelled(length)) for length in lengths]
-    if whose == "the user's":
-        for layer in model.model.layers:
-            layer.compile(backend=compiled_layers._BACKEND, dynamic=True)
-    streamgrad.enable(model, keep="all", compile_layers=whose == "ours")
-    for length, step in zip(lengths, expected, strict=True):
-        assert_same_step(run_step(model, labelled(length)), step, 1e-6)  # stock losses are made in float32
-    assert len(graphs) == 1 and streamed == [0]
-    assert (streamgrad.status(model).compile_seconds is not None) == (whose == "ours")
-
-
-@compiling
-def test_compiled_layers_have_a_graph_for_either_kernel(graphs, monkeypatch):
-    """Flash at first, whatever the length, and cuDNN from the third long step in a row of one length on."""
-
-    def on_a_gpu(step, *parts):
-        return whole_attention.fastest_attention(replace(step, device=torch.device("cuda", 0)), *parts)
-
-    monkeypatch.setattr(plain_pass, "fastest_attention", on_a_gpu)
-    monkeypatch.setattr(whole_attention, "PRICES", PlanPrices())
-    a_pair = whole_attention.FLASH_LOSS * 14 * 4 * 8 / 2  # seconds that a pair of a query and a key loses, in 4 heads of 8
-    monkeypatch.setattr(whole_attention, "GRAPH_SECONDS", a_pair * 30**2)
-    model = tiny_model("qwen3")
-    lengths = (16, 16, 16, 16, 40, 40, 50, 40, 40, 40, 23, 40)
-    expected = {length: run_step(model, labelled(length)) for length in set(lengths)}
-    streamgrad.enable(model, keep="all", compile_layers=True)
-    made = []
-    for length in lengths:
-        assert_same_step(run_step(model, labelled(length)), expected[length], 1e-6)
-        made.append(len(graphs))
-    assert made == [1] * 9 + [2] * 3
-    texts = [graph.print_readable(print_output=False) for graph in graphs]
-    assert [text.index("FLASH_ATTENTION") < text.index("CUDNN_ATTENTION") for text in texts] == [True, False]
-    assert model.config._attn_implementation == "sdpa"
-
-
-@compiling
-@pytest.mark.parametrize("kind", ["plain", "right_padded"])  # the latter has a mask
-@pytest.mark.parametrize("name", ["streamgrad-cudnn", "streamgrad-fa"])
-def test_attention_of_compiled_layers(name, kind, graphs, monkeypatch):
-    def by_name(step, decoder, layers):
-        return attention_replaced_in([decoder.config], name)
-
-    monkeypatch.setattr(plain_pass, "fastest_attention", by_name)
-    model = tiny_model("qwen3")
-    batch = batches.KINDS[kind](model)
-    expected = run_step(model, batch)
-    streamgrad.enable(model, keep="all", compile_layers=True)
-    assert_same_step(run_step(model, batch), expected, 1e-6)
-    assert len(graphs) == 1 and "CUDNN_ATTENTION" in graphs[0].print_readable(print_output=False)
+# --- Kernels of attention --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("is_worth", "masked"), [(True, False), (False, False), (True, True)])
@@ -309,19 +222,3 @@ def test_flash_comes_first_where_it_is_flash_attention_4(monkeypatch):
     step = WholeStep("manner", 2, 100, torch.device("cuda", 0), masked=False, compiled=False)
     with whole_attention.fastest_attention(step, model.model, model.model.layers):
         assert torch._C._get_sdp_priority_order()[0] == int(SDPBackend.FLASH_ATTENTION)
-
-
-@compiling
-def test_a_model_without_a_working_compiler_runs_as_it_is(monkeypatch, graphs):
-    def fails(graph, inputs):
-        raise RuntimeError("no C compiler")
-
-    monkeypatch.setattr(compiled_layers, "_BACKEND", fails)
-    model = tiny_model("qwen3")
-    batch = batches.plain(model)
-    expected = run_step(model, batch)
-    streamgrad.enable(model, keep="all", compile_layers=True)
-    with pytest.warns(RuntimeWarning, match="not compiled from now on.*no C compiler"):
-        assert_same_step(run_step(model, batch), expected, 1e-6)
-    assert_same_step(run_step(model, batch), expected, 1e-6)
-    assert "forward" not in model.model.layers[0].__dict__

@@ -19,6 +19,12 @@ def _lengths_mask(lengths: list[int], *, left: bool) -> Tensor:
     return mask
 
 
+def labelled(length: int, rows: int = 1) -> dict:
+    """Rows of one length, all of whose tokens are labels."""
+    ids = tokens(rows, length)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
 def plain(model) -> dict:
     ids = tokens(2, LENGTH)
     return {"input_ids": ids, "labels": ids.clone()}

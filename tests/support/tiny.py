@@ -50,6 +50,8 @@ FAMILIES: dict[str, dict] = {
         "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
     },
 }  # fmt: skip
+# Those that stock attention by SDPA supports.
+BY_SDPA = [family for family in FAMILIES if family not in ("gemma2", "gpt_oss")]
 
 
 def tiny_config(family: str, **changes):
