@@ -95,7 +95,7 @@ def test_a_graph_that_runs_again_keeps_what_it_was_given_and_one_that_shares_it_
 @pytest.mark.parametrize("keep", ["input", "attention", "all"])
 @pytest.mark.parametrize("frozen", [(), ("experts",), ("gate_up_proj",), ("down_proj",), ("mlp.gate.",)])
 def test_gradients_are_those_of_stock_experts(frozen, keep, any_dtype):
-    """Of experts, of their router by the weights, and of everything before; whichever of them are trained."""
+    """The gradients of experts, of the router that weighs them, and of all that comes before, with some of these frozen."""
     model = of_experts()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(part in name for part in frozen))
@@ -115,22 +115,30 @@ def test_grouped_products_of_torch():
     assert_same_step(run_step(model, batch), expected, 2e-5)
 
 
-def test_bf16_error_is_that_of_stock_experts():
-    """Weights are rounded before the last product, not after it: pooled over models, the error against fp32 is no larger.
+def test_bf16_error_is_no_larger_than_that_of_stock_experts():
+    """Weights are rounded before the last product, not after it. Over 512 tokens, the error against fp32 is 0.82 of stock's.
 
-    Few tokens that another expert is chosen for are most of it, so it takes many models.
+    Of experts alone: in a model, the few tokens that rounding sends to another expert are most of the error, on either side.
     """
-    squares = {"stock": 0.0, "fused": 0.0}
-    for seed in range(24):
-        model, truth_model = (of_experts(dtype=dtype, seed=seed, **WIDE) for dtype in (torch.bfloat16, torch.float32))
-        truth_model.load_state_dict(model.state_dict())
-        batch = batches.plain(model)
-        truth = run_step(truth_model, batch).gradients
-        for way in squares:
-            if way == "fused":
-                streamgrad.enable(model, chunk_size=64, keep="all", fused_kernels="on")
-            squares[way] += total_gradient_error(run_step(model, batch).gradients, truth) ** 2
-    assert math.sqrt(squares["fused"] / squares["stock"]) <= 1.05, squares
+
+    def gradients(experts, chosen, dout, *inputs):
+        x, weights = (tensor.to(dout.dtype, copy=True).requires_grad_() for tensor in inputs)
+        experts.zero_grad(set_to_none=True)
+        experts(x, chosen, weights).backward(dout)
+        return {"x": x.grad, "weights": weights.grad} | {name: weight.grad for name, weight in experts.named_parameters()}
+
+    for seed in range(3):
+        experts, exact = (
+            of_experts(dtype=dtype, seed=seed, **WIDE).model.layers[0].mlp.experts for dtype in (torch.bfloat16, torch.float32)
+        )
+        exact.load_state_dict(experts.state_dict())
+        x, dout = torch.randn(2, 512, WIDE["hidden_size"]).bfloat16()
+        chosen, weights = torch.rand(512, 4).topk(2).indices, torch.rand(512, 2).softmax(dim=-1).bfloat16()
+        truth = gradients(exact, chosen, dout.float(), x, weights)
+        stock = total_gradient_error(gradients(experts, chosen, dout, x, weights), truth)
+        with Fusion([experts], mode="on").installed():
+            fused_error = total_gradient_error(gradients(experts, chosen, dout, x, weights), truth)
+        assert 0 < fused_error <= 0.95 * stock, (fused_error, stock)
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,7 @@ def choose_plan(step: Step, choices: Choices, budget: Budget) -> tuple[Plan, boo
         return max(plan.host_bytes, budget.host_bytes), plan.peak_bytes
 
     too_large: list[tuple[int, Plan]] = []
-    # All segments without the last chunks first, and then with them; once, where there are no others or none of these.
+    # Segments of every size are tried without the last chunks, and then with them: one round, where all chunks are of one sort.
     usual = [size for size in worst_sizes if size >= regular_chunk(step.shape.rows, longest, SMALL_CHUNKS[-1])]
     rounds = [usual, worst_sizes] if 0 < len(usual) < len(worst_sizes) else [worst_sizes]
     for sizes, segment in product(rounds, _segment_sizes(step, choices)):
