@@ -155,9 +155,15 @@ def new_head(model) -> torch.nn.Linear:
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda model: model], ids=["copy", "deepcopy", "itself"])
 @pytest.mark.parametrize("shares_modules", [True, False])
-def test_a_new_head_of_a_copy(copied, shares_modules):
-    """A shallow copy has the same dictionary of submodules as the original, unless it is given its own."""
-    batch = batches.plain(None)
+@pytest.mark.parametrize("is_traced", [True, False])
+def test_a_new_head_of_a_copy(copied, shares_modules, is_traced, monkeypatch):
+    """A shallow copy has the same dictionary of submodules as the original, unless it is given its own.
+
+    Tracers put a function of their own in the place of all calls of modules.
+    """
+    call, batch = torch.nn.Module._call_impl, batches.plain(None)
+    if is_traced:
+        monkeypatch.setattr(torch.nn.Module, "_call_impl", lambda *args, **kwargs: call(*args, **kwargs))
     steps = []
     for original in (tiny_model("llama"), streamgrad.enable(tiny_model("llama"), **OPTIONS)):
         model = copied(original)

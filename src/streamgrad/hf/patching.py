@@ -19,6 +19,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from streamgrad.engine.temporary import temporary_attributes
 from streamgrad.ops.autograd import refuse_transforms
 
+_CALL = nn.Module._call_impl.__code__  # not read when it is needed: tracers put their own function in its place
 _WARNED: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()  # kinds of warnings a module has had
 
 
@@ -121,9 +122,9 @@ def not_compiled(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
 def _module_under_call() -> nn.Module | None:
     """Return the module whose `__call__` is the innermost under way: an attribute that is called is not told whose it is."""
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not nn.Module._call_impl.__code__:
+    while frame is not None and frame.f_code is not _CALL:
         frame = frame.f_back
-    return None if frame is None else frame.f_locals["self"]
+    return None if frame is None else frame.f_locals.get("self")
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
