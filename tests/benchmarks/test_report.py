@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from benchmarks import linear
 from benchmarks.commands import app
 from benchmarks.figures import draw_plots
+from benchmarks.longest import predictions_in
 from benchmarks.report import SECTIONS, read_paper, read_records, render, write_report
 from benchmarks.report_by_memory import PEERS, README_LENGTHS, our_points, peer_points, speed_table
 from benchmarks.selection import (
@@ -21,6 +22,7 @@ from benchmarks.selection import (
     latest,
     measured_beside,
     memory_series,
+    paper_longest,
     steps_within_liger,
     token_bytes,
 )
@@ -309,6 +311,20 @@ def test_the_performance_notes_have_the_records_lengths(records):
     assert len(notes) >= 12
     for record in latest(notes, "model", "training", "seq_len").values():
         assert f"{record['seq_len']:,}: {record['peak_bytes'] / 1e9:.1f} GB" in text
+
+
+def test_the_longest_sequences_are_confirmed_and_as_long_as_is_said(records):
+    """By a step for each cell of the paper's table; README and the notes have the smallest and largest share."""
+    longest, shares = read_paper()["max_sequence_length_thousands"], {"none": [], "auto": []}
+    for prediction in predictions_in(records["longest"]):
+        step = prediction.confirmed_by(records["train_step"])
+        assert step and step["seq_len"] >= 0.97 * prediction.tokens - 1 and step["peak_bytes"] <= 79 * 2**30, prediction
+        shares[prediction.offload].append(prediction.tokens / paper_longest(vars(prediction), longest))
+    expected = [f"{end(shares[offload]):.1f}" for offload in ("none", "auto") for end in (min, max)]
+    for page in ("README.md", "docs/performance.md"):
+        text = " ".join((ROOT / page).read_text().split())
+        said = re.search(r"79 GiB.{0,70}?, ([\d.]+) to ([\d.]+) times .{0,99}? ([\d.]+) to ([\d.]+) times", text)
+        assert said and list(said.groups()) == expected, page
 
 
 def test_readme_names_the_records_hardware_and_versions(records):
