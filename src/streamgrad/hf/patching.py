@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 import types
 import warnings
 import weakref
@@ -19,7 +20,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from streamgrad.engine.temporary import temporary_attributes
 from streamgrad.ops.autograd import refuse_transforms
 
-_CALL = nn.Module._call_impl.__code__  # not read when it is needed: tracers put their own function in its place
+_MODULES_OF_TORCH = vars(sys.modules[nn.Module.__module__])  # where nn.Module is defined
 _WARNED: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()  # kinds of warnings a module has had
 
 
@@ -120,11 +121,14 @@ def not_compiled(modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
 
 
 def _module_under_call() -> nn.Module | None:
-    """Return the module whose `__call__` is the innermost under way: an attribute that is called is not told whose it is."""
+    """Return the module whose `__call__` is the innermost under way: an attribute that is called is not told whose it is.
+
+    torch's `_call_impl` is known by its name and file, as tracers put a function of their own, which calls it, in its place.
+    """
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not _CALL:
+    while frame is not None and not (frame.f_code.co_name == "_call_impl" and frame.f_globals is _MODULES_OF_TORCH):
         frame = frame.f_back
-    return None if frame is None else frame.f_locals.get("self")
+    return None if frame is None else frame.f_locals["self"]
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
