@@ -33,9 +33,12 @@ def graphs(monkeypatch):
 
     monkeypatch.setattr(compiled_layers, "_BACKEND", backend)
     torch._dynamo.reset()
-    compiled_layers._compiled.cache_clear()
+    caches = compiled_layers._compiled, compiled_layers._compiled_in_turn
+    for each in caches:
+        each.cache_clear()
     yield found
-    compiled_layers._compiled.cache_clear()
+    for each in caches:
+        each.cache_clear()
 
 
 @compiling

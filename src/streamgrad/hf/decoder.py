@@ -192,7 +192,7 @@ def _streamed(decoder: Any, stock: Callable[..., Any], stream: DecoderStream, se
     step = whole_step(decoder, layers, stream.config, sequences, stream.head) if alone else None
     with naming_shortage(told):
         if step is not None and planner.keeps_everything(step, decoder, len(layers)):
-            around = partial(plain_layers, decoder, layers, step, stream.config, stream.compiler)
+            around = partial(plain_layers, decoder, stock, layers, step, stream.config, stream.compiler)
             with attention_of(decoder, layers, sequences, stream.backends):
                 return stream.compiler.run(around, stock, arguments)
         with _streamed_layers(decoder, layers, stream, sequences), sequences.masks():

@@ -13,7 +13,7 @@ row that is a tree has streamed attention in any case, within the model's own la
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -29,6 +29,7 @@ from streamgrad.hf.deepspeed import is_partitioned
 from streamgrad.hf.discover import attention_configs, foreign_attention, has_recurrent_layers, sliding_window
 from streamgrad.hf.fusion import Fusion
 from streamgrad.hf.layer_args import DOCUMENTS
+from streamgrad.hf.layer_groups import groups_of
 from streamgrad.hf.patching import not_checkpointed
 from streamgrad.hf.quantized import never_packed
 from streamgrad.hf.seams import streamed_attention_in, whole_rows_attend
@@ -39,6 +40,8 @@ from streamgrad.memory.planner import HeadFacts
 
 # Beyond so many tokens a row, kernels for masks of (T x T) lose more than the engine's Python code takes.
 _MASKED_TOKENS = 1024
+# Beyond so many tokens a step, layers take the device longer than Python takes to call their graphs one by one.
+_GROUPED_TOKENS = 4096
 
 
 def whole_step(
@@ -105,9 +108,14 @@ def _manner(layer: nn.Module, arguments: dict[str, Any], tokens: Tensor, head: H
 
 @contextmanager
 def plain_layers(
-    decoder: Any, layers: list[nn.Module], step: WholeStep, config: StreamConfig, compiler: LayerCompiler
+    decoder: Any,
+    forward: Callable[..., Any],
+    layers: list[nn.Module],
+    step: WholeStep,
+    config: StreamConfig,
+    compiler: LayerCompiler,
 ) -> Iterator[None]:
-    """Let the decoder run as it is within the block, with fused or compiled parts, and nothing checkpointed that is kept."""
+    """Let the decoder's `forward` run as it is within the block, with fused or compiled parts, and nothing checkpointed."""
     # Not where ZeRO-3 has the parameters elsewhere: a graph would hold them.
     may_compile = compiler.wanted and not any(map(is_partitioned, parameters_of(layers[0])))
     compiled = [layer for layer in layers if compiler.compiles(layer)] if may_compile else []
@@ -122,7 +130,9 @@ def plain_layers(
             restore.enter_context(Fusion(modules, mode=config.fused_kernels).installed())
         restore.enter_context(fastest_attention(step, decoder, layers))
         if compiled:
-            restore.enter_context(compiler.installed(compiled))
+            may_group = compiler.may_group and len(compiled) == len(layers) and step.tokens <= _GROUPED_TOKENS
+            groups = groups_of(decoder, forward, layers) if may_group else [[layer] for layer in compiled]
+            restore.enter_context(compiler.installed(groups))
         yield
 
 
