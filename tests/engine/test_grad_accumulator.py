@@ -14,13 +14,13 @@ def test_gradients_of_many_weights_in_one_tensor_are_summed_in_float32():
     module.weight = torch.nn.Parameter(torch.ones(2, 3, 3, dtype=torch.bfloat16))
     accumulators = GradAccumulators([module.weight], summed=True)
     gradients = torch.randn(5, 2, 3, 3).bfloat16().unbind()
-    with accumulators.installed_in(module):
+    with accumulators.installed_in([module]):
         assert module.weight.data_ptr() == accumulators.parameters[0].data_ptr()
         for gradient in gradients:
             (module.weight * gradient).sum().backward()
     assert torch.equal(accumulators.take_gradients()[0], sum(each.float() for each in gradients).bfloat16())
     assert accumulators.take_gradients() == [None]
-    with accumulators.installed_in(module):
+    with accumulators.installed_in([module]):
         module.weight.register_hook(lambda _: None)
     with pytest.raises(RuntimeError, match="registers a hook on its own parameter"):
         accumulators.take_sums()
@@ -42,7 +42,7 @@ def test_what_gives_a_parameter_no_gradient_leaves_none(dtype):
     module = torch.nn.Module()
     module.weight = torch.nn.Parameter(torch.ones(2, 3, 3, dtype=dtype))
     accumulators = GradAccumulators([module.weight], summed=True)
-    with accumulators.installed_in(module):
+    with accumulators.installed_in([module]):
         _WithoutGradient.apply(torch.ones(3, dtype=dtype, requires_grad=True), module.weight).sum().backward()
     assert accumulators.take_gradients() == [None]
 

@@ -124,7 +124,7 @@ def test_sums_of_parameters_are_gradients():
     accumulators = GradAccumulators(list(linear.parameters()), summed=True)
     hidden = torch.randn(5, 8).bfloat16()
     with _Labels() as found:
-        with accumulators.installed_in(linear):
+        with accumulators.installed_in([linear]):
             linear(hidden).sum().backward()
         assert found.bytes_of("gradients") == [8 * 3 * 4]
         (gradient,) = accumulators.take_gradients()

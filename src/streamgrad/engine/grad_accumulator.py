@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from streamgrad.engine.module_walk import modules_of
 from streamgrad.engine.replay import as_autocast
 from streamgrad.ops.accumulate import accumulator_dtype, add_product_, zeros_for_sum
 from streamgrad.ops.autograd import Function, first_order_only, own
@@ -72,18 +71,19 @@ class GradAccumulator(Tensor):
 
 
 @contextmanager
-def swapped_parameters(module: nn.Module, stand_ins: Mapping[int, Tensor]) -> Iterator[set[int]]:
-    """Let `module` and its submodules read stand-ins, by parameters' ids, within the block; yield the ids that were found.
+def swapped_parameters(modules: Sequence[nn.Module], stand_ins: Mapping[int, Tensor]) -> Iterator[set[int]]:
+    """Let `modules` read stand-ins for parameters of their own, by ids, within the block; yield the ids that were found.
 
     Entries of `_parameters` are swapped, which no hook or engine observes, and put back whatever happens.
     """
     swapped: list[tuple[dict[str, Any], str, nn.Parameter]] = []
     try:
-        for submodule in modules_of(module):
-            for name, parameter in submodule._parameters.items():
+        for module in modules:
+            entries = module._parameters
+            for name, parameter in entries.items():
                 if parameter is not None and id(parameter) in stand_ins:
-                    swapped.append((submodule._parameters, name, parameter))
-                    submodule._parameters[name] = stand_ins[id(parameter)]  # type: ignore[assignment]
+                    swapped.append((entries, name, parameter))
+                    entries[name] = stand_ins[id(parameter)]  # type: ignore[assignment]
         yield {id(parameter) for _, _, parameter in swapped}
     finally:
         for entries, name, parameter in swapped:
@@ -107,10 +107,10 @@ class GradAccumulators:
             ]
 
     @contextmanager
-    def installed_in(self, module: nn.Module) -> Iterator[None]:
-        """Let `module` and its submodules read the accumulators in place of the parameters within the block."""
+    def installed_in(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """Let `modules` read the accumulators in place of the parameters within the block."""
         stand_ins = {id(parameter): tensor for parameter, tensor in zip(self.parameters, self._read, strict=True)}
-        with swapped_parameters(module, stand_ins) as swapped:
+        with swapped_parameters(modules, stand_ins) as swapped:
             if len(swapped) != len(stand_ins):
                 raise RuntimeError(
                     "parameters of a layer were replaced between forward and backward (by load_state_dict(assign=True), "

@@ -18,27 +18,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from streamgrad.engine.module_walk import buffers_in, modules_of, parameters_in
+from streamgrad.engine.module_walk import buffers_in, parameters_in
 from streamgrad.ops.autograd import after_backward, backward_pass, without_autocast
 from streamgrad.ops.deferred import Deferred, values_of
 
 _REMEDY = "Call backward before changing the model, or call streamgrad.disable(model) for such a step."
 
 
-def _nothing(module: nn.Module) -> Sequence[Any]:
-    return ()
+def _nothing(modules: Sequence[nn.Module]) -> list[Any]:
+    return []
 
 
 @dataclass(frozen=True)
 class AdapterFacts:
     """What only an adapter library knows about its modules; by default nothing.
 
-    `state` returns copies of a module's switches, which a program may change without changing a parameter. `versionless` returns
-    parameters that the module's forward sets and restores, so that their version tells nothing.
+    `state` returns copies of modules' switches, which a program may change without changing a parameter. `versionless` returns
+    parameters that the modules' forwards set and restore, so that their version tells nothing.
     """
 
-    state: Callable[[nn.Module], Sequence[Any]] = _nothing
-    versionless: Callable[[nn.Module], Sequence[Tensor]] = _nothing
+    state: Callable[[Sequence[nn.Module]], list[Any]] = _nothing
+    versionless: Callable[[Sequence[nn.Module]], list[Tensor]] = _nothing
 
 
 NO_ADAPTERS = AdapterFacts()
@@ -50,9 +50,8 @@ _Summary = dict[Hashable, Tensor]  # of a chunk, by what is compared
 class RerunGuard:
     """Holds what was true of a layer, and what each of its chunks gave, when it ran forward."""
 
-    def __init__(self, layer: nn.Module, parameters: Sequence[Tensor], name: str, adapters: AdapterFacts) -> None:
-        self.layer, self.parameters, self.name, self.adapters = layer, parameters, name, adapters
-        modules = modules_of(layer)
+    def __init__(self, modules: Sequence[nn.Module], parameters: Sequence[Tensor], name: str, adapters: AdapterFacts) -> None:
+        self.parameters, self.name, self.adapters = parameters, name, adapters
         self._held = parameters_in(modules)  # so that no other parameter can have one's id
         self._versions = _versions_of(modules, self._held, adapters)
         self._buffers = [(buffer, buffer._version) for buffer in buffers_in(modules)]
@@ -72,9 +71,8 @@ class RerunGuard:
                 summary["combined"] = (_weights_like(out_BLE) @ out_BLE.detach()).float()
         self._noted.append(summary)
 
-    def check_unchanged(self) -> None:
-        """Raise if the layer is not what it was in forward."""
-        modules = modules_of(self.layer)
+    def check_unchanged(self, modules: Sequence[nn.Module]) -> None:
+        """Raise if the layer, which has these modules now, is not what it was in forward."""
         parameters = parameters_in(modules)
         versions = _versions_of(modules, parameters, self.adapters)
         if versions.keys() != self._versions.keys():
@@ -163,18 +161,14 @@ def _weights(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def _versions_of(modules: Sequence[nn.Module], parameters: Sequence[Tensor], adapters: AdapterFacts) -> dict[int, int | None]:
     """Return the version of each parameter, or None where it tells nothing."""
-    restored = {id(parameter) for module in modules for parameter in adapters.versionless(module)}
+    restored = set(map(id, adapters.versionless(modules)))
     return {id(each): None if id(each) in restored else each._version for each in parameters}
 
 
 def _state_of(modules: Sequence[nn.Module], adapters: AdapterFacts) -> list[Any]:
     """Return the switches of all modules, which a program may change without changing a parameter."""
-    state: list[Any] = []
-    for module in modules:
-        if isinstance(module, _DropoutNd) and module.p > 0.0:
-            state.append(module.training)
-        state += adapters.state(module)
-    return state
+    dropouts = [module.training for module in modules if isinstance(module, _DropoutNd) and module.p > 0.0]
+    return dropouts + adapters.state(modules)
 
 
 # --- what a re-run gave ------------------------------------------------------------------------------------------------

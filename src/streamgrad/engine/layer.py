@@ -19,7 +19,7 @@ import operator
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from streamgrad.engine.guards import NO_ADAPTERS, AdapterFacts, RerunGuard, chec
 from streamgrad.engine.host_offload import HostStore
 from streamgrad.engine.in_use import InUse
 from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, SeamError, StopAfterWrite, spans
-from streamgrad.engine.module_walk import buffers_of, parameters_of, trainable_parameters
+from streamgrad.engine.module_walk import buffers_in, modules_of, parameters_in
 from streamgrad.engine.policy import LayerPolicy
 from streamgrad.engine.replay import Autocast, RandomTape
 from streamgrad.engine.saved import Reader, Saved, SavedOnDevice, SavedOnHost
@@ -53,7 +53,7 @@ class StreamedCall:
     once for all chunks of a pass, forward or backward.
     """
 
-    layer: nn.Module
+    modules: Sequence[nn.Module]  # of the layer, which is the first
     run: Callable[[Tensor, Any], Tensor]
     mask: object
     backends: list[Any]
@@ -94,7 +94,7 @@ class StreamedCall:
     def _run_forward(self, h_BTE: Tensor) -> tuple[Tensor, ...]:
         if torch.is_grad_enabled() and self.policy.keep == "all" and self.may_keep_graph:
             return self._with_ordinary_graph(h_BTE)
-        parameters = trainable_parameters(self.layer) if torch.is_grad_enabled() else []
+        parameters = [parameter for parameter in self.parameters if parameter.requires_grad] if torch.is_grad_enabled() else []
         if not torch.is_grad_enabled() or not (parameters or any(tensor.requires_grad for tensor in (h_BTE, *self.token_inputs))):
             # Without no_grad: a layer that reads a foreign parameter makes a graph here, and `check_leaves` then refuses it.
             return tuple(_forward(self, h_BTE, self.random_tape(h_BTE).recording, None, None)[0])
@@ -116,6 +116,15 @@ class StreamedCall:
         return True
 
     @property
+    def layer(self) -> nn.Module:
+        return self.modules[0]
+
+    @cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the layer's parameters, as they are when it is called."""
+        return parameters_in(self.modules)
+
+    @property
     def name(self) -> str:
         """Return the layer's class, and which of its decoder's layers it is."""
         kind = type(self.layer).__name__
@@ -123,7 +132,7 @@ class StreamedCall:
 
     def random_tape(self, h_BTE: Tensor) -> RandomTape:
         """Return a tape for the devices of the input and of the layer, which may move its input to another one."""
-        return RandomTape([h_BTE.device, *(parameter.device for parameter in parameters_of(self.layer))])
+        return RandomTape([h_BTE.device, *(parameter.device for parameter in self.parameters)])
 
     def spans(self, length: int) -> list[tuple[int, int]]:
         return spans(length, self.chunk_size, self.uncut)
@@ -144,7 +153,7 @@ class StreamedCall:
 
     def stored(self, h_BTE: Tensor) -> Saved:
         may_move = self.policy.on_host and h_BTE.device.type == "cuda"
-        if may_move and all(parameter.device == h_BTE.device for parameter in parameters_of(self.layer)):
+        if may_move and all(parameter.device == h_BTE.device for parameter in self.parameters):
             return SavedOnHost(h_BTE, self.spans(h_BTE.shape[1]), self.restored(h_BTE.shape[1]), self.host_store)
         return SavedOnDevice(h_BTE, self.spans(h_BTE.shape[1]))
 
@@ -157,7 +166,7 @@ class StreamedCall:
 
     def trial(self, length: int) -> Trial:
         """Return what shows, before the first step in chunks, whether chunks give what the whole sequence would."""
-        return Trial(self.layer, self.name, partial(self._run_alone, length), self.adapters, self.forward)
+        return Trial(self.modules, self.name, partial(self._run_alone, length), self.adapters, self.forward)
 
     def _run_alone(self, length: int, h_BNE: Tensor, parts: Sequence[Span]) -> Tensor:
         """Run the layer on parts of few tokens, each of which sees itself only, in the last places of the sequence."""
@@ -195,7 +204,7 @@ class _StreamedLayer(torch.autograd.Function):
         ctx.versions = [tensor._version for tensor in call.token_inputs]
         ctx.set_materialize_grads(False)
         ctx.autocast, ctx.tape = Autocast(h_BTE.device.type), call.random_tape(h_BTE)
-        ctx.guard, ctx.kept = RerunGuard(call.layer, parameters, call.name, call.adapters), call.kept(h_BTE)
+        ctx.guard, ctx.kept = RerunGuard(call.modules, parameters, call.name, call.adapters), call.kept(h_BTE)
         ctx.h_shape, ctx.h_dtype = h_BTE.shape, h_BTE.dtype
         outputs, stream = _forward(call, h_BTE, ctx.tape.recording, ctx.guard, ctx.kept)
         ctx.autocast.forget_casts()
@@ -211,15 +220,16 @@ class _StreamedLayer(torch.autograd.Function):
         reader = ctx.kept.reader(ctx)  # raises if backward has run before
         call: StreamedCall = ctx.call
         guard: RerunGuard = ctx.guard
-        guard.check_unchanged()
+        modules = modules_of(call.layer)
+        guard.check_unchanged(modules)
         check_versions(call.token_inputs, ctx.versions, call.name)
         chunks = list(enumerate(call.spans(ctx.h_shape[1])))
         accumulators = GradAccumulators(ctx.parameters, summed=len(chunks) > 1)
         dh_BTE: Tensor | None = None
         token_inputs = TokenInputGradients(call.token_inputs, ctx.needs_input_grad[2:])
         unread = UnreadProducts(call.layer, call.tokens_at_once(ctx.h_shape), ctx.autocast.device_type)
-        deferred = unread.deferred()
-        with call.in_use.claimed(call.name), accumulators.installed_in(call.layer), call.surroundings(), deferred:
+        deferred = unread.deferred(modules)
+        with call.in_use.claimed(call.name), accumulators.installed_in(modules), call.surroundings(), deferred:
             with ctx.autocast.restored():
                 stream = _restore_stream(call, ctx.tape, reader, ctx.h_shape[1])
             for index, (start, stop) in reversed(chunks):
@@ -291,17 +301,17 @@ class TokenInputGradients:
 
 
 class BuffersInForward:
-    """The buffers of a layer, none of which its chunks may change or replace."""
+    """The buffers of a layer with these modules, none of which its chunks may change or replace."""
 
-    def __init__(self, layer: nn.Module) -> None:
-        self._layer, self._buffers = layer, buffers_of(layer)
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules, self._buffers = modules, buffers_in(modules)
         self._versions = [buffer._version for buffer in self._buffers]
         self._replaced: bool | None = None  # looked at after the first chunk, which does what the others do
 
     def check(self) -> None:
         """Raise if a chunk has changed one."""
         if self._replaced is None:
-            self._replaced = not all(map(operator.is_, buffers_of(self._layer), self._buffers))
+            self._replaced = not all(map(operator.is_, buffers_in(self._modules), self._buffers))
         if self._replaced or [buffer._version for buffer in self._buffers] != self._versions:
             raise SeamError("its layers change a buffer in forward, which would happen once a chunk and again in backward")
 
@@ -336,7 +346,7 @@ def _run_chunks(
     kept: Saved | None,
 ) -> list[Tensor]:
     outputs_BT: list[Tensor] = []
-    buffers = BuffersInForward(call.layer)
+    buffers = BuffersInForward(call.modules)
     unread = UnreadProducts(call.layer, call.tokens_at_once(h_BTE.shape), h_BTE.device.type)
     keep_attention = kept is not None and call.policy.keep == "attention"
     for index, (start, stop) in enumerate(spans_of_chunks):
@@ -368,7 +378,7 @@ def _run_again(node: Any, h_BTE: Tensor, kept: Saved | None) -> tuple[Tensor, tu
     """Return the hidden states, and keys and values, that a node's layer gave in forward; `kept` is told of each chunk."""
     call: StreamedCall = node.call
     with call.in_use.claimed(call.name), node.autocast.restored():
-        node.guard.check_unchanged()
+        node.guard.check_unchanged(modules_of(call.layer))
         check_versions(call.token_inputs, node.versions, call.name)
         outputs, stream = _forward(call, h_BTE, node.tape.replaying, None, kept)
     return outputs[0], stream.tensors

@@ -35,11 +35,6 @@ def buffers_in(modules: Iterable[nn.Module]) -> list[Tensor]:
     return list(found.values())
 
 
-def buffers_of(root: nn.Module) -> list[Tensor]:
-    """Return `root.buffers()`."""
-    return buffers_in(modules_of(root))
-
-
 def parameters_of(root: nn.Module) -> list[nn.Parameter]:
     """Return `root.parameters()`."""
     return parameters_in(modules_of(root))

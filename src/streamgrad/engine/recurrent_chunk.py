@@ -172,7 +172,7 @@ class RecurrentCall(StreamedCall):
         if self.mask is not None or len(spans_of_chunks) == 1:
             return super()._with_ordinary_graph(h_BTE)
         stream = RecurrentStream(h_BTE.shape[1], self.names, self.document_starts, in_one_graph=True)
-        trial, buffers = self.trial(h_BTE.shape[1]), BuffersInForward(self.layer)
+        trial, buffers = self.trial(h_BTE.shape[1]), BuffersInForward(self.modules)
         made: list[tuple[Tensor, ...]] = []
         # One node for all slices of a tensor: the gradient of each slice alone would be as long as the whole.
         cut = [tensor.split([stop - start for start, stop in spans_of_chunks], dim=1) for tensor in (h_BTE, *self.token_inputs)]
@@ -217,7 +217,7 @@ class RecurrentCall(StreamedCall):
 
     def trial(self, length: int) -> Trial:
         """Return the trial of a layer whose code may ignore the state before a chunk."""
-        return Trial(self.layer, self.name, self._run_from_start, self.adapters, self.forward, least=2, mixes_by_states=True)
+        return Trial(self.modules, self.name, self._run_from_start, self.adapters, self.forward, least=2, mixes_by_states=True)
 
     def _run_from_start(self, h_BNE: Tensor, parts: Sequence[Span]) -> Tensor:
         """Run the layer on the parts of one sequence, each from the states after the one before."""

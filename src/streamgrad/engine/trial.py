@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from streamgrad.engine.grad_accumulator import stand_in, swapped_parameters
 from streamgrad.engine.guards import AdapterFacts, check_leaves
 from streamgrad.engine.kv_chunk import Chunk, SeamError
-from streamgrad.engine.module_walk import modules_of, parameters_in
+from streamgrad.engine.module_walk import buffers_in, parameters_in
 from streamgrad.engine.replay import DRAWING, Autocast, RandomTape
 from streamgrad.ops.autograd import own_graph
 
@@ -73,6 +73,7 @@ class Trial:
     """The trial of one layer, made before its surroundings replace parts of it, and called within them.
 
     Args:
+        modules: of the layer, which is the first.
         name: of the layer, for messages.
         run: runs the layer, each time from an empty cache.
         forward: identifies the layer's own forward, which is replaced while the layer is streamed.
@@ -81,7 +82,7 @@ class Trial:
         is_scaled_later: gradients are computed before the loss's own is known, so they must be linear in it.
     """
 
-    layer: nn.Module
+    modules: Sequence[nn.Module]
     name: str
     run: RunChunks
     adapters: AdapterFacts
@@ -92,13 +93,13 @@ class Trial:
 
     def __post_init__(self) -> None:
         hooks = tuple(_module._global_forward_hooks), tuple(_module._global_forward_pre_hooks)
-        self._contents = self.forward, hooks, _contents(modules_of(self.layer), self.adapters)
+        self._contents = self.forward, hooks, _contents(self.modules, self.adapters)
 
     def __call__(self, h_BTE: Tensor) -> None:
         """Raise `SeamError` where the layer, called with `h_BTE`, would give something else in chunks; once for each layer."""
-        modules, tokens = modules_of(self.layer), min(_MOST_TOKENS, h_BTE.shape[1])
+        modules, layer, tokens = self.modules, self.modules[0], min(_MOST_TOKENS, h_BTE.shape[1])
         contents = tokens, self._contents
-        if h_BTE.is_meta or tokens < 2 * self.least or contents in _PASSED.get(self.layer, ()):
+        if h_BTE.is_meta or tokens < 2 * self.least or contents in _PASSED.get(layer, ()):
             return
         devices = [device for device in {h_BTE.device, *(p.device for p in parameters_in(modules))} if device.type == "cuda"]
         autocast, generator = Autocast(h_BTE.device.type), torch.Generator().manual_seed(0)
@@ -113,8 +114,8 @@ class Trial:
             own_graph(),
             torch.autograd.set_detect_anomaly(False),  # what is not finite here says nothing of the step
             torch.enable_grad(),
-            swapped_parameters(self.layer, _stand_ins(modules)),
-            _unchanged_buffers(self.layer),
+            swapped_parameters(modules, _stand_ins(modules)),
+            _unchanged_buffers(modules),
             contextlib.ExitStack() as quiet,
         ):
             try:
@@ -128,7 +129,7 @@ class Trial:
             finally:
                 autocast.forget_casts()
         if passed:
-            _PASSED[self.layer] = [*_PASSED.get(self.layer, ())[-7:], contents]
+            _PASSED[layer] = [*_PASSED.get(layer, ())[-7:], contents]
 
     def _draws(self, h_BNE: Tensor, devices: Sequence[torch.device]) -> bool:
         """Return whether random numbers are drawn from torch; raise where they are drawn from elsewhere."""
@@ -187,9 +188,9 @@ class Trial:
 
     def _compared(self, h_BNE: Tensor, parts: Sequence[Span]) -> tuple[Tensor, bool] | None:
         """Return which tokens differ, (B, N), and whether gradients do; None where the layer's outputs are not finite."""
-        modules = modules_of(self.layer)
-        stored, restored = _stored_tensors(modules), {id(p) for module in modules for p in self.adapters.versionless(module)}
-        read = [*self.layer.buffers(), *(p for p in parameters_in(modules) if id(p) not in restored)]
+        modules = self.modules
+        stored, restored = _stored_tensors(modules), set(map(id, self.adapters.versionless(modules)))
+        read = [*buffers_in(modules), *(p for p in parameters_in(modules) if id(p) not in restored)]
         versions = [tensor._version for tensor in read]
         whole_BNE = self.run(h_BNE, [(0, h_BNE.shape[1])])
         check_leaves(whole_BNE, [h_BNE, *parameters_in(modules)], self.name)
@@ -324,7 +325,7 @@ def _contents(modules: Sequence[nn.Module], adapters: AdapterFacts) -> Hashable:
             *(p.requires_grad for p in module._parameters.values() if p is not None),
             *(buffer._version for buffer in module._buffers.values() if buffer is not None),
             None if module is modules[0] else identity(module.__dict__.get("forward")),
-            *map(str, adapters.state(module)),
+            *map(str, adapters.state([module])),
         )
         for module in modules
     )
@@ -355,9 +356,9 @@ def _stand_ins(modules: Sequence[nn.Module]) -> dict[int, Tensor]:
 
 
 @contextlib.contextmanager
-def _unchanged_buffers(layer: nn.Module) -> Iterator[None]:
-    """Restore the layer's buffers after the block: a layer that changes them is refused elsewhere."""
-    held = [(buffer, buffer._version, buffer.clone()) for buffer in layer.buffers()]
+def _unchanged_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Restore the modules' buffers after the block: a layer that changes them is refused elsewhere."""
+    held = [(buffer, buffer._version, buffer.clone()) for buffer in buffers_in(modules)]
     try:
         yield
     finally:

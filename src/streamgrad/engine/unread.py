@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -23,7 +23,6 @@ from torch.nn.modules import module as _module
 from streamgrad.engine.four_bit_maps import four_bit_product, is_four_bit_linear
 from streamgrad.engine.grad_accumulator import GradAccumulator, linear, may_be_deferred
 from streamgrad.engine.linear_maps import is_plain_linear, is_watched
-from streamgrad.engine.module_walk import modules_of
 from streamgrad.engine.temporary import temporary_attributes
 from streamgrad.ops.deferred import Deferred
 
@@ -50,11 +49,14 @@ class UnreadProducts:
         """Return whether a re-run may leave out a product, so that forward has to note what is compared then."""
         return bool(self._maps) and self._is_worthwhile
 
-    def deferred(self) -> AbstractContextManager[None]:
-        """Let a re-run within the block compute products only where they are read; the first one notes all products instead."""
+    def deferred(self, modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
+        """Let a re-run of the layer, which has these modules, compute products only where they are read within the block.
+
+        The first re-run notes all products instead.
+        """
         if self._maps == [] or not self._is_worthwhile:
             return nullcontext()
-        modules = modules_of(self._layer)[1:]
+        modules = modules[1:]
         if any(map(is_watched, modules)) or _module._has_any_global_hook() or torch._C._len_torch_function_stack():
             return nullcontext()
         if self._maps is None:

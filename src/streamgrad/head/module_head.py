@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from streamgrad.engine.grad_accumulator import GradAccumulators
 from streamgrad.engine.guards import NO_ADAPTERS, check_leaves, gradient_of_input
 from streamgrad.engine.kv_chunk import SeamError
-from streamgrad.engine.module_walk import trainable_parameters
+from streamgrad.engine.module_walk import modules_of, trainable_parameters
 from streamgrad.engine.replay import DRAWING
 from streamgrad.engine.shortage import in_head
 from streamgrad.engine.trial import RunChunks, Span, Trial, identity
@@ -36,7 +36,7 @@ def summed_module_cross_entropy(
     refuse_transforms("the streamed head")
     parameters = trainable_parameters(module)
     name = f"its language-modelling head, a {type(module).__name__},"
-    Trial(module, name, _in_parts(run), NO_ADAPTERS, identity(run), is_scaled_later=True)(hidden_NE.unsqueeze(0))
+    Trial(modules_of(module), name, _in_parts(run), NO_ADAPTERS, identity(run), is_scaled_later=True)(hidden_NE.unsqueeze(0))
     if not torch.is_grad_enabled() or not (hidden_NE.requires_grad or parameters):
         with torch.no_grad():
             return _total(module, run, hidden_NE, rows, logit_map), rows.count
@@ -64,7 +64,7 @@ class _ModuleCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         accumulators = GradAccumulators(parameters, summed=True)
         dhidden_NE = torch.zeros_like(hidden_NE) if ctx.needs_input_grad[4] else None
-        with accumulators.installed_in(module):
+        with accumulators.installed_in(modules_of(module)):
             total = _total(module, run, hidden_NE, rows, logit_map, dhidden_NE, accumulators.tensors)
         # Sums stay in fp32 until backward has scaled them; casting them before would round twice.
         ctx.parameter_dtypes = [parameter.dtype for parameter in parameters]

@@ -283,7 +283,7 @@ class _DecoderCall:
                 self.plan = self._make_plan(h_BTE, chain([first], self._other_kinds(args, kwargs)))
             policy, above = self.plan.policies[index], self.plan.policies[index + 1 : index + 2]
             call = kind(
-                layer=layer,
+                modules=modules,
                 run=run,
                 mask=mask,
                 backends=self.stream.backends,
@@ -318,7 +318,7 @@ class _DecoderCall:
     @cached_property
     def gathered(self) -> bool:
         """Return whether an engine has the parameters of each layer elsewhere until the layer is called."""
-        return isinstance(self.layers[0], FSDPModule) or any(map(is_partitioned, self.parameters[0]))
+        return isinstance(self.layers[0], FSDPModule) or any(map(is_partitioned, parameters_of(self.layers[0])))
 
     def _other_kinds(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Sample]:
         """Yield a layer of each other kind than the first's, with the first layer's arguments but for its mask.

@@ -50,17 +50,18 @@ def why_not_in_chunks(module: nn.Module) -> str | None:
     return None
 
 
-def _switches(module: nn.Module) -> Sequence[Any]:
-    """Return copies of the module's switches, and the hooks by which PEFT chooses adapters by row.
+def _switches(modules: Sequence[nn.Module]) -> list[Any]:
+    """Return copies of the modules' switches, and the hooks by which PEFT chooses adapters by row.
 
     Hooks of other modules may come and go if they only look on.
     """
-    own = module.__dict__
-    if own.keys().isdisjoint(_SWITCHES):  # as nearly all modules are, and all are asked twice a step
-        return ()
-    found: list[Any] = [(name, _copied(own[name])) for name in _SWITCHES if name in own]
-    if "_active_adapter" in own:
-        found.append((tuple(own["_forward_pre_hooks"]), tuple(own["_forward_hooks"])))
+    found: list[Any] = []
+    for module in modules:
+        own = module.__dict__
+        if not own.keys().isdisjoint(_SWITCHES):  # as those of few are, and all are looked at twice a step
+            found += [(name, _copied(own[name])) for name in _SWITCHES if name in own]
+            if "_active_adapter" in own:
+                found.append((tuple(own["_forward_pre_hooks"]), tuple(own["_forward_hooks"])))
     return found
 
 
@@ -73,10 +74,9 @@ def _copied(value: Any) -> Any:
     return value if isinstance(value, int | float) else None
 
 
-def _restored_parameters(module: Any) -> Sequence[Tensor]:
-    """Return the parameter that an adapter of experts sets and restores in forward."""
-    is_wrapper = _is_called("ParamWrapper", type(module))  # type: ignore[arg-type]
-    return (module.get_param(),) if is_wrapper else ()
+def _restored_parameters(modules: Sequence[Any]) -> list[Tensor]:
+    """Return the parameters that adapters of experts set and restore in forward."""
+    return [module.get_param() for module in modules if _is_called("ParamWrapper", type(module))]  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=2048)
