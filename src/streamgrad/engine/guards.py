@@ -8,6 +8,7 @@ input only, so what it reads through the module is checked here.
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.module_walk import buffers_in, parameters_in
 from streamgrad.ops.autograd import after_backward, backward_pass, without_autocast
 from streamgrad.ops.deferred import Deferred, values_of
@@ -244,6 +246,25 @@ def protect_gradients(output: Tensor, parameters: Callable[[], Sequence[Tensor]]
     """
     if output.requires_grad:
         output.register_hook(lambda gradient: _Outcomes.of_this_pass().protect(parameters()))
+
+
+# --- what forward may not change ---------------------------------------------------------------------------------------
+
+
+class BuffersInForward:
+    """The buffers of a layer with these modules, none of which its chunks may change or replace."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules, self._buffers = modules, buffers_in(modules)
+        self._versions = [buffer._version for buffer in self._buffers]
+        self._replaced: bool | None = None  # looked at after the first chunk, which does what the others do
+
+    def check(self) -> None:
+        """Raise if a chunk has changed one."""
+        if self._replaced is None:
+            self._replaced = not all(map(operator.is_, buffers_in(self._modules), self._buffers))
+        if self._replaced or [buffer._version for buffer in self._buffers] != self._versions:
+            raise SeamError("its layers change a buffer in forward, which would happen once a chunk and again in backward")
 
 
 # --- what a re-run reads -----------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ Shapes: B batch, T sequence, L chunk, E model width.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -26,11 +25,19 @@ import torch
 from torch import Tensor, nn
 
 from streamgrad.engine.grad_accumulator import GradAccumulators
-from streamgrad.engine.guards import NO_ADAPTERS, AdapterFacts, RerunGuard, check_leaves, check_versions, gradient_of_input
+from streamgrad.engine.guards import (
+    NO_ADAPTERS,
+    AdapterFacts,
+    BuffersInForward,
+    RerunGuard,
+    check_leaves,
+    check_versions,
+    gradient_of_input,
+)
 from streamgrad.engine.host_offload import HostStore
 from streamgrad.engine.in_use import InUse
-from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, SeamError, StopAfterWrite, spans
-from streamgrad.engine.module_walk import buffers_in, modules_of, parameters_in
+from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, StopAfterWrite, spans
+from streamgrad.engine.module_walk import modules_of, parameters_in
 from streamgrad.engine.policy import LayerPolicy
 from streamgrad.engine.replay import Autocast, RandomTape
 from streamgrad.engine.saved import Reader, Saved, SavedOnDevice, SavedOnHost
@@ -298,22 +305,6 @@ class TokenInputGradients:
                 whole[:, start:stop] = leaf.grad
                 self.gradients[index] = whole
         self._leaves = []
-
-
-class BuffersInForward:
-    """The buffers of a layer with these modules, none of which its chunks may change or replace."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules, self._buffers = modules, buffers_in(modules)
-        self._versions = [buffer._version for buffer in self._buffers]
-        self._replaced: bool | None = None  # looked at after the first chunk, which does what the others do
-
-    def check(self) -> None:
-        """Raise if a chunk has changed one."""
-        if self._replaced is None:
-            self._replaced = not all(map(operator.is_, buffers_in(self._modules), self._buffers))
-        if self._replaced or [buffer._version for buffer in self._buffers] != self._versions:
-            raise SeamError("its layers change a buffer in forward, which would happen once a chunk and again in backward")
 
 
 @labelled("activations")

@@ -30,8 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streamgrad.engine.guards import BuffersInForward
 from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, SeamError, StopAfterWrite, spans
-from streamgrad.engine.layer import BuffersInForward, StreamedCall
+from streamgrad.engine.layer import StreamedCall
 from streamgrad.engine.trial import Span, Trial
 
 # Keyed by kind, "conv" or "recurrent", and number: a layer may have several of each.
