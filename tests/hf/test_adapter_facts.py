@@ -30,21 +30,21 @@ def test_names_of_a_library_are_in_one_file(home):
 def test_switches_of_an_adapter():
     model = with_lora(tiny_model("llama"))
     adapter = model.get_base_model().model.layers[0].self_attn.q_proj
-    before = PEFT_ADAPTERS.state(adapter)
-    assert before == PEFT_ADAPTERS.state(adapter)
+    before = PEFT_ADAPTERS.state([adapter])
+    assert before == PEFT_ADAPTERS.state([adapter])
     adapter.scaling["default"] *= 2.0
-    assert PEFT_ADAPTERS.state(adapter) != before
+    assert PEFT_ADAPTERS.state([adapter]) != before
     adapter.scaling["default"] /= 2.0
     with model.disable_adapter():
-        assert PEFT_ADAPTERS.state(adapter) != before
-    assert PEFT_ADAPTERS.state(adapter) == before
-    assert not PEFT_ADAPTERS.state(torch.nn.Linear(2, 2))
+        assert PEFT_ADAPTERS.state([adapter]) != before
+    assert PEFT_ADAPTERS.state([adapter]) == before
+    assert not PEFT_ADAPTERS.state([torch.nn.Linear(2, 2)])
 
 
 def test_parameters_that_an_adapter_of_experts_restores():
     model = with_lora(tiny_model("qwen3_moe"), target_parameters=["experts.down_proj"])
     layer = model.get_base_model().model.layers[0]
-    restored = [parameter for module in layer.modules() for parameter in PEFT_ADAPTERS.versionless(module)]
+    restored = PEFT_ADAPTERS.versionless(list(layer.modules()))
     (weight,) = (parameter for name, parameter in layer.named_parameters() if name.endswith("down_proj"))
     assert [id(parameter) for parameter in restored] == [id(weight)]
 
