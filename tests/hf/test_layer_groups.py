@@ -217,6 +217,21 @@ def with_patched_calls(layer, monkeypatch):
     monkeypatch.setattr(nn.Module, "_call_impl", functools.wraps(stock)(lambda *args, **kwargs: stock(*args, **kwargs)))
 
 
+def with_own_calls(layer, monkeypatch):
+    def steered(self, *args, **kwargs):
+        out = nn.Module._call_impl(self, *args, **kwargs)
+        out[..., 0] += 1.0
+        return out
+
+    layer._call_impl = types.MethodType(steered, layer)
+
+
+def with_calls_of_its_class(layer, monkeypatch):
+    monkeypatch.setattr(
+        Qwen3DecoderLayer, "_call_impl", lambda *args, **kwargs: nn.Module._call_impl(*args, **kwargs), raising=False
+    )
+
+
 def with_optimizer_in_backward(layer, monkeypatch):
     layer.mlp.up_proj.weight.register_post_accumulate_grad_hook(lambda parameter: None)
 
@@ -233,6 +248,8 @@ def with_optimizer_in_backward(layer, monkeypatch):
         with_another_patched_function,
         with_patched_class,
         with_patched_calls,
+        with_own_calls,
+        with_calls_of_its_class,
         with_optimizer_in_backward,
     ],
 )
@@ -352,7 +369,9 @@ def groups_that_add():
     """Three layers in groups of two and one, whose graphs add one for each, and their forwards."""
     layers = [nn.Identity() for _ in range(3)]
     groups = LayerGroups([layers[:2], layers[2:]], lambda _: lambda x: x + 1, lambda group: lambda x, **_: x + len(group))
-    return groups, [forward for _, forward in groups.forwards()]
+    for layer, forward in groups.forwards():
+        layer.forward = forward
+    return groups, [layer.forward for layer in layers]
 
 
 def test_groups_return_what_their_layers_return_in_turn():
@@ -377,6 +396,9 @@ def test_groups_notice_what_is_called_otherwise():
     _, (first, second, third) = groups_that_add()
     with pytest.raises(CalledOtherwise, match="different arguments"):
         second(first(torch.zeros(1), mask=None), mask=torch.zeros(1))
+    _, (first, second, third) = groups_that_add()
+    with pytest.raises(CalledOtherwise, match="different arguments"):
+        second(first(torch.zeros(1)).add_(1.0))
     third_twice = groups_that_add()[1]
     third_twice[2](third_twice[1](third_twice[0](torch.zeros(1))))
     with pytest.raises(CalledOtherwise, match="another order"):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from streamgrad.engine.kv_chunk import SeamError
-from streamgrad.engine.module_walk import buffers_in, parameters_in
+from streamgrad.engine.module_walk import buffers_in, modules_of, parameters_in
 from streamgrad.ops.autograd import after_backward, backward_pass, without_autocast
 from streamgrad.ops.deferred import Deferred, values_of
 
@@ -262,7 +262,8 @@ class BuffersInForward:
     def check(self) -> None:
         """Raise if a chunk has changed one."""
         if self._replaced is None:
-            self._replaced = not all(map(operator.is_, buffers_in(self._modules), self._buffers))
+            now = buffers_in(modules_of(self._modules[0]))  # of modules too that chunks have put in the place of others
+            self._replaced = not all(map(operator.is_, now, self._buffers))
         if self._replaced or [buffer._version for buffer in self._buffers] != self._versions:
             raise SeamError("its layers change a buffer in forward, which would happen once a chunk and again in backward")
 

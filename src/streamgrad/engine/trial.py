@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from streamgrad.engine.grad_accumulator import stand_in, swapped_parameters
 from streamgrad.engine.guards import AdapterFacts, check_leaves
 from streamgrad.engine.kv_chunk import Chunk, SeamError
-from streamgrad.engine.module_walk import buffers_in, parameters_in
+from streamgrad.engine.module_walk import buffers_in, modules_of, parameters_in
 from streamgrad.engine.replay import DRAWING, Autocast, RandomTape
 from streamgrad.ops.autograd import own_graph
 
@@ -97,10 +97,11 @@ class Trial:
 
     def __call__(self, h_BTE: Tensor) -> None:
         """Raise `SeamError` where the layer, called with `h_BTE`, would give something else in chunks; once for each layer."""
-        modules, layer, tokens = self.modules, self.modules[0], min(_MOST_TOKENS, h_BTE.shape[1])
+        layer, tokens = self.modules[0], min(_MOST_TOKENS, h_BTE.shape[1])
         contents = tokens, self._contents
         if h_BTE.is_meta or tokens < 2 * self.least or contents in _PASSED.get(layer, ()):
             return
+        modules = self.modules = modules_of(layer)  # the first chunk has run, and may have made some of them
         devices = [device for device in {h_BTE.device, *(p.device for p in parameters_in(modules))} if device.type == "cuda"]
         autocast, generator = Autocast(h_BTE.device.type), torch.Generator().manual_seed(0)
 

@@ -39,6 +39,7 @@ _SIZES = (4, 5, 3, 2)
 _LOOPS = tuple(
     loop for each in ("self.layers", "self.layers[:self.config.num_hidden_layers]") for loop in (each, f"enumerate({each})")
 )
+_CALLED = frozenset({"__call__", "_wrapped_call_impl", "_call_impl", "_slow_forward", "forward"})  # when a module is called
 _PACKAGES = "torch", "transformers", "peft", "bitsandbytes"  # whose modules keep nothing of what they are given
 
 
@@ -59,6 +60,7 @@ class LayerGroups:
         self._expected = deque(layer for group in groups for layer in group)
         self._waiting = 0  # layers that a graph has run, and that are yet to be called
         self._output: Any = None  # of that graph
+        self._version = 0  # of that output
         self._given: tuple[tuple[Any, ...], dict[str, Any]] = (), {}  # beside hidden states
         self._known: dict[type, frozenset[str] | None] = {}  # the methods of classes without code of the user's
 
@@ -84,6 +86,7 @@ class LayerGroups:
         if not isinstance(output, Tensor):
             raise CalledOtherwise(f"{type(layer).__name__} takes or returns something else than one tensor")
         self._waiting, self._output, self._given = len(group) - 1, output, (args[1:], kwargs)
+        self._version = output._version
         return output
 
     def _hand_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -92,6 +95,7 @@ class LayerGroups:
             len(args) == len(rest) + 1
             and kwargs.keys() == named.keys()
             and all(value is other for value, other in zip(args, (output, *rest), strict=True))
+            and output._version == self._version
             and all(value is named[key] for key, value in kwargs.items())
         )
         if not same:
@@ -149,7 +153,8 @@ def _runs_as_one(group: Sequence[nn.Module], known: dict[type, frozenset[str] | 
             if kind not in known:
                 known[kind] = _known_methods(kind)
             methods = known[kind]
-            if methods is None or (part is not layer and not methods.isdisjoint(own)):  # a layer's own forward is ours
+            ours = {"forward"} if part is layer else set()
+            if methods is None or own.keys() & methods != ours:
                 return False
             if own["_forward_pre_hooks"] or own["_forward_hooks"] or own["_backward_pre_hooks"] or own["_backward_hooks"]:
                 return False
@@ -157,11 +162,11 @@ def _runs_as_one(group: Sequence[nn.Module], known: dict[type, frozenset[str] | 
         if any(parameter._post_accumulate_grad_hooks for parameter in parameters):
             return False
         trained.add(tuple(parameter.requires_grad for parameter in parameters))
-    return len(trained) == 1 and not _has_any_global_hook() and _is_defined_in(nn.Module._call_impl, _PACKAGES)
+    return len(trained) == 1 and not _has_any_global_hook()
 
 
 def _known_methods(kind: Any) -> frozenset[str] | None:
-    """Return the names of the class's functions, but for those that every module has; None if one is the user's."""
+    """Return the names of the class's functions and of those that call a module; None if one is the user's."""
     methods = _methods_of(kind)
     is_known = all(each.__module__.partition(".")[0] in _PACKAGES for each in kind.__mro__[:-1])  # the last is object
     return methods if is_known and all(_is_defined_in(getattr(kind, name), _PACKAGES) for name in methods) else None
@@ -170,7 +175,7 @@ def _known_methods(kind: Any) -> frozenset[str] | None:
 @functools.cache
 def _methods_of(kind: type) -> frozenset[str]:
     own = [vars(each).items() for each in kind.__mro__ if each not in (nn.Module, object)]
-    return frozenset(name for name, value in chain(*own) if isinstance(value, types.FunctionType)) | {"__call__", "forward"}
+    return _CALLED | {name for name, value in chain(*own) if isinstance(value, types.FunctionType)}
 
 
 @functools.cache

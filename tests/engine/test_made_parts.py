@@ -1,0 +1,81 @@
+"""Parts that a layer makes, or puts in the place of others, when it is called: they are looked at as the others are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import batches
+import streamgrad
+from gradients import assert_same_step, no_float32, run_step
+from tiny import tiny_model, tokens
+
+CHUNK = 7
+
+
+class Kept(nn.Module):
+    """Keeps a loss of its own, and counts tokens."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        if counts:
+            self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, h: Tensor) -> None:
+        if "seen" in self._buffers:
+            self.seen += h.shape[1]
+        else:
+            self.loss = h.square().mean()
+
+
+@pytest.mark.parametrize(("counts", "reason"), [(False, "keeps a tensor with its graph"), (True, "modified in place")])
+def test_parts_that_the_first_call_makes_are_looked_at(counts, reason):
+    def note(mlp, args, out):
+        if not hasattr(mlp, "kept"):
+            mlp.kept = Kept(counts)
+        mlp.kept(out)
+
+    model = streamgrad.enable(tiny_model("llama"), chunk_size=CHUNK)
+    model.model.layers[0].mlp.register_forward_hook(note)
+    with pytest.raises(ValueError, match=reason), torch.set_grad_enabled(not counts):
+        model(**batches.plain(None) | {"use_cache": False})
+
+
+class Product(nn.Module):
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight = linear.weight
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h @ self.weight.mT
+
+
+def test_a_part_with_the_same_weight_that_the_first_call_puts_in():
+    def replace(mlp, args):
+        if type(mlp.up_proj) is nn.Linear:
+            mlp.up_proj = Product(mlp.up_proj)
+
+    def replacing():
+        model = tiny_model("llama", mlp_bias=False)
+        for layer in model.model.layers:
+            layer.mlp.register_forward_pre_hook(replace)
+        return model
+
+    with no_float32():
+        expected = run_step(replacing(), batches.plain(None))
+        assert_same_step(run_step(streamgrad.enable(replacing(), chunk_size=CHUNK), batches.plain(None)), expected, 1e-10)
+
+
+def test_a_part_whose_buffer_is_new_in_every_call_is_refused():
+    class Calls(nn.Module):
+        def __init__(self, count: int) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.tensor(count))
+
+    model = streamgrad.enable(tiny_model("llama"), chunk_size=CHUNK)
+    mlp = model.model.layers[0].mlp
+    mlp.calls = Calls(0)
+    mlp.register_forward_pre_hook(lambda mlp, _: setattr(mlp, "calls", Calls(int(mlp.calls.count) + 1)))
+    with pytest.raises(ValueError, match="change a buffer in forward"), torch.no_grad():
+        model(input_ids=tokens(1, 3 * CHUNK), use_cache=False)
