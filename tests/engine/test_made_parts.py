@@ -42,6 +42,27 @@ def test_parts_that_the_first_call_makes_are_looked_at(counts, reason):
         model(**batches.plain(None) | {"use_cache": False})
 
 
+@pytest.mark.parametrize("keep", ["input", "attention", "all"])
+def test_a_loss_that_is_kept_on_a_part_is_exact_or_refused_in_one_chunk(keep):
+    def keeping():
+        model = tiny_model("llama")
+        model.model.layers[1].mlp.kept = Kept(counts=False)
+        model.model.layers[1].mlp.register_forward_hook(lambda mlp, args, out: mlp.kept(out))
+        return model
+
+    def loss_of(model, batch):
+        return model(**batch).loss + model.model.layers[1].mlp.kept.loss
+
+    model, batch = streamgrad.enable(keeping(), keep=keep, chunk_size=64), batches.plain(None)
+    if keep != "all":
+        with pytest.raises(RuntimeError, match="LlamaDecoderLayer 1 keeps a tensor with its graph on a module"):
+            loss_of(model, batch).backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+    else:
+        with no_float32():
+            assert_same_step(run_step(model, batch, forward=loss_of), run_step(keeping(), batch, forward=loss_of), 1e-10)
+
+
 class Product(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()

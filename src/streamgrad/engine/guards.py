@@ -11,8 +11,11 @@ import functools
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import MethodType
 from typing import Any, ClassVar
 
 import torch
@@ -274,6 +277,17 @@ class BuffersInForward:
 def check_leaves(out: Tensor, leaves: Sequence[Tensor], name: str) -> None:
     """Raise if `out` depends on a trainable tensor that is not among `leaves`, such as one from a hook."""
     allowed = {id(leaf) for leaf in leaves}
+    for variable in _leaves_of(out):
+        if id(variable) not in allowed:
+            raise RuntimeError(
+                f"{name} reads a trainable tensor of shape {tuple(variable.shape)} that is not among its parameters (from a "
+                "hook, or shared from outside of it), and a streamed module cannot return its gradient. Register it as a "
+                "parameter of the module, or call streamgrad.disable(model)."
+            )
+
+
+def _leaves_of(out: Tensor) -> Iterator[Tensor]:
+    """Yield the trainable tensors that `out` depends on."""
     nodes = [] if out.grad_fn is None else [out.grad_fn]
     seen = set(nodes)
     for node in nodes:  # which grow on the way
@@ -284,12 +298,36 @@ def check_leaves(out: Tensor, leaves: Sequence[Tensor], name: str) -> None:
                 nodes.append(following)
         # Only the node of a leaf has no inputs. Asking every node for a variable would double the time.
         variable = None if inputs else getattr(node, "variable", None)
-        if isinstance(variable, Tensor) and id(variable) not in allowed:
+        if isinstance(variable, Tensor):
+            yield variable
+
+
+def check_reads(out: Tensor, modules: Sequence[nn.Module], leaves: Sequence[Tensor], name: str) -> None:
+    """Raise if a re-run depends on more than `leaves`, or has left on a module a tensor that it made of them.
+
+    The program may have made a loss of that in forward, where it has no graph.
+    """
+    check_leaves(out, leaves, name)
+    for tensor in stored_tensors(modules).values():
+        if not {id(leaf) for leaf in leaves}.isdisjoint(map(id, _leaves_of(tensor))):
             raise RuntimeError(
-                f"{name} reads a trainable tensor of shape {tuple(variable.shape)} that is not among its parameters (from a "
-                "hook, or shared from outside of it), and a streamed module cannot return its gradient. Register it as a "
-                "parameter of the module, or call streamgrad.disable(model)."
+                f"{name} keeps a tensor with its graph on a module, as for a loss of its own, and forward has run it without a "
+                'graph, so that loss would give no gradients. Pass keep="all", or call streamgrad.disable(model).'
             )
+
+
+# Of nearly all attributes of modules: to ask whether they are tensors takes ten times as long.
+_NO_TENSORS = frozenset({bool, int, float, str, type(None), dict, OrderedDict, set, list, tuple, MethodType, partial})
+
+
+def stored_tensors(modules: Sequence[nn.Module]) -> dict[tuple[int, str], Tensor]:
+    """Return the tensors with a graph that modules hold beside parameters and buffers, by module and name."""
+    return {
+        (id(module), name): value
+        for module in modules
+        for name, value in module.__dict__.items()
+        if type(value) not in _NO_TENSORS and isinstance(value, Tensor) and value.grad_fn is not None
+    }
 
 
 def check_versions(tensors: Sequence[Tensor], versions: Sequence[int], name: str) -> None:

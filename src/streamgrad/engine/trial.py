@@ -34,7 +34,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamgrad.engine.grad_accumulator import stand_in, swapped_parameters
-from streamgrad.engine.guards import AdapterFacts, check_leaves
+from streamgrad.engine.guards import AdapterFacts, check_leaves, stored_tensors
 from streamgrad.engine.kv_chunk import Chunk, SeamError
 from streamgrad.engine.module_walk import buffers_in, modules_of, parameters_in
 from streamgrad.engine.replay import DRAWING, Autocast, RandomTape
@@ -190,14 +190,14 @@ class Trial:
     def _compared(self, h_BNE: Tensor, parts: Sequence[Span]) -> tuple[Tensor, bool] | None:
         """Return which tokens differ, (B, N), and whether gradients do; None where the layer's outputs are not finite."""
         modules = self.modules
-        stored, restored = _stored_tensors(modules), set(map(id, self.adapters.versionless(modules)))
+        stored, restored = stored_tensors(modules).keys(), set(map(id, self.adapters.versionless(modules)))
         read = [*buffers_in(modules), *(p for p in parameters_in(modules) if id(p) not in restored)]
         versions = [tensor._version for tensor in read]
         whole_BNE = self.run(h_BNE, [(0, h_BNE.shape[1])])
         check_leaves(whole_BNE, [h_BNE, *parameters_in(modules)], self.name)
         if [tensor._version for tensor in read] != versions:
             raise SeamError(f"a buffer or parameter of {self.name} is modified in place whenever it is called")
-        if _stored_tensors(modules) - stored:
+        if stored_tensors(modules).keys() - stored:
             raise SeamError(
                 f"{self.name} keeps a tensor with its graph on a module, as for a loss of its own, which would be one of a chunk"
             )
@@ -295,16 +295,6 @@ def _token_difference(actual_BNE: Tensor, expected_BNE: Tensor, h_BNE: Tensor | 
 def _worth_comparing(modules: Sequence[nn.Module]) -> list[Tensor]:
     """Return the trainable parameters but for the largest: gradients of matrices, by far most, are sums over tokens."""
     return [p for p in parameters_in(modules) if p.requires_grad and p.numel() <= _LARGEST_COMPARED]
-
-
-def _stored_tensors(modules: Sequence[nn.Module]) -> set[tuple[int, str]]:
-    """Return where modules hold tensors with a graph, beside parameters and buffers."""
-    return {
-        (id(module), name)
-        for module in modules
-        for name, value in module.__dict__.items()
-        if isinstance(value, Tensor) and value.grad_fn is not None
-    }
 
 
 def _cut(tokens: int, least: int) -> list[Span]:
