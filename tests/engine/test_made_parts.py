@@ -42,16 +42,29 @@ def test_parts_that_the_first_call_makes_are_looked_at(counts, reason):
         model(**batches.plain(None) | {"use_cache": False})
 
 
+def in_a_list(mlp, out):
+    mlp.losses = [out.square().mean()]
+
+
+def in_a_dict(mlp, out):
+    mlp.losses = {"own": out.square().mean()}
+
+
+def as_it_is(mlp, out):
+    mlp.losses = out.square().mean()
+
+
 @pytest.mark.parametrize("keep", ["input", "attention", "all"])
-def test_a_loss_that_is_kept_on_a_part_is_exact_or_refused_in_one_chunk(keep):
+@pytest.mark.parametrize("where", [as_it_is, in_a_list, in_a_dict])
+def test_a_loss_that_is_kept_on_a_part_is_exact_or_refused_in_one_chunk(where, keep):
     def keeping():
         model = tiny_model("llama")
-        model.model.layers[1].mlp.kept = Kept(counts=False)
-        model.model.layers[1].mlp.register_forward_hook(lambda mlp, args, out: mlp.kept(out))
+        model.model.layers[1].mlp.register_forward_hook(lambda mlp, args, out: where(mlp, out))
         return model
 
     def loss_of(model, batch):
-        return model(**batch).loss + model.model.layers[1].mlp.kept.loss
+        loss, own = model(**batch).loss, model.model.layers[1].mlp.losses
+        return loss + (own["own"] if where is in_a_dict else own[0] if where is in_a_list else own)
 
     model, batch = streamgrad.enable(keeping(), keep=keep, chunk_size=64), batches.plain(None)
     if keep != "all":

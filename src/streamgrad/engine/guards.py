@@ -317,17 +317,23 @@ def check_reads(out: Tensor, modules: Sequence[nn.Module], leaves: Sequence[Tens
 
 
 # Of nearly all attributes of modules: to ask whether they are tensors takes ten times as long.
-_NO_TENSORS = frozenset({bool, int, float, str, type(None), dict, OrderedDict, set, list, tuple, MethodType, partial})
+_NO_TENSORS = frozenset({bool, int, float, str, type(None), OrderedDict, set, MethodType, partial})
+_OF_ALL_MODULES = frozenset(nn.Module().__dict__)
 
 
-def stored_tensors(modules: Sequence[nn.Module]) -> dict[tuple[int, str], Tensor]:
-    """Return the tensors with a graph that modules hold beside parameters and buffers, by module and name."""
-    return {
-        (id(module), name): value
-        for module in modules
-        for name, value in module.__dict__.items()
-        if type(value) not in _NO_TENSORS and isinstance(value, Tensor) and value.grad_fn is not None
-    }
+def stored_tensors(modules: Sequence[nn.Module]) -> dict[Hashable, Tensor]:
+    """Return the tensors with a graph that modules hold beside parameters and buffers, in lists and dicts too, by their place."""
+    found: dict[Hashable, Tensor] = {}
+    for module in modules:
+        for name, value in module.__dict__.items():
+            kind = type(value)
+            if kind in _NO_TENSORS or name in _OF_ALL_MODULES:
+                continue
+            held = value.items() if kind is dict else enumerate(value) if kind in (list, tuple) else [(None, value)]
+            for key, each in held:
+                if type(each) not in _NO_TENSORS and isinstance(each, Tensor) and each.grad_fn is not None:
+                    found[id(module), name, key] = each
+    return found
 
 
 def check_versions(tensors: Sequence[Tensor], versions: Sequence[int], name: str) -> None:
