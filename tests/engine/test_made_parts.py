@@ -76,6 +76,22 @@ def test_a_loss_that_is_kept_on_a_part_is_exact_or_refused_in_one_chunk(where, k
             assert_same_step(run_step(model, batch, forward=loss_of), run_step(keeping(), batch, forward=loss_of), 1e-10)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize("chunk_size", [CHUNK, 64])
+def test_a_weight_that_every_call_makes_anew_is_no_loss(chunk_size):
+    def normed():
+        model = tiny_model("llama", mlp_bias=False)
+        for layer in model.model.layers:
+            nn.utils.weight_norm(layer.mlp.up_proj)
+        return model
+
+    with no_float32():
+        expected = run_step(normed(), batches.plain(None))
+        model = streamgrad.enable(normed(), chunk_size=chunk_size)
+        for _ in range(2):
+            assert_same_step(run_step(model, batches.plain(None)), expected, 1e-10)
+
+
 class Product(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()

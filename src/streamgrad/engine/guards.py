@@ -286,34 +286,26 @@ def check_leaves(out: Tensor, leaves: Sequence[Tensor], name: str) -> None:
             )
 
 
-def _leaves_of(out: Tensor) -> Iterator[Tensor]:
-    """Yield the trainable tensors that `out` depends on."""
-    nodes = [] if out.grad_fn is None else [out.grad_fn]
-    seen = set(nodes)
-    for node in nodes:  # which grow on the way
-        inputs = node.next_functions
-        for following, _ in inputs:
-            if following is not None and following not in seen:
-                seen.add(following)
-                nodes.append(following)
-        # Only the node of a leaf has no inputs. Asking every node for a variable would double the time.
-        variable = None if inputs else getattr(node, "variable", None)
-        if isinstance(variable, Tensor):
-            yield variable
+def check_reads(out: Tensor, modules: Sequence[nn.Module], h: Tensor, others: Sequence[Tensor], name: str) -> None:
+    """Raise if a re-run depends on more than its input `h` and its `others`, or keeps a loss, whose forward has no graph."""
+    check_leaves(out, [h, *others], name)
+    if keeps_a_loss(out, modules, h, others):
+        raise RuntimeError(
+            f"{name} keeps a tensor with its graph on a module, as for a loss of its own, and forward has run it without a "
+            'graph, so that loss would give no gradients. Pass keep="all", or call streamgrad.disable(model).'
+        )
 
 
-def check_reads(out: Tensor, modules: Sequence[nn.Module], leaves: Sequence[Tensor], name: str) -> None:
-    """Raise if a re-run depends on more than `leaves`, or has left on a module a tensor that it made of them.
+def keeps_a_loss(out: Tensor, modules: Sequence[nn.Module], h: Tensor, others: Sequence[Tensor]) -> bool:
+    """Return whether a run, which made `out` of its input `h` and `others`, has left on a module what may be made a loss of.
 
-    The program may have made a loss of that in forward, where it has no graph.
+    That is a tensor made of `h`, or of others alone if it is no part of `out`, as the normed weight of a map is.
     """
-    check_leaves(out, leaves, name)
-    for tensor in stored_tensors(modules).values():
-        if not {id(leaf) for leaf in leaves}.isdisjoint(map(id, _leaves_of(tensor))):
-            raise RuntimeError(
-                f"{name} keeps a tensor with its graph on a module, as for a loss of its own, and forward has run it without a "
-                'graph, so that loss would give no gradients. Pass keep="all", or call streamgrad.disable(model).'
-            )
+    for tensor in _stored_tensors(modules):
+        leaves = set(map(id, _leaves_of(tensor)))
+        if id(h) in leaves or (tensor.grad_fn not in _nodes_of(out) and not leaves.isdisjoint(map(id, others))):
+            return True
+    return False
 
 
 # Of nearly all attributes of modules: to ask whether they are tensors takes ten times as long.
@@ -321,19 +313,37 @@ _NO_TENSORS = frozenset({bool, int, float, str, type(None), OrderedDict, set, Me
 _OF_ALL_MODULES = frozenset(nn.Module().__dict__)
 
 
-def stored_tensors(modules: Sequence[nn.Module]) -> dict[Hashable, Tensor]:
-    """Return the tensors with a graph that modules hold beside parameters and buffers, in lists and dicts too, by their place."""
-    found: dict[Hashable, Tensor] = {}
+def _stored_tensors(modules: Sequence[nn.Module]) -> list[Tensor]:
+    """Return the tensors with a graph that modules hold beside parameters and buffers, in lists and dicts too."""
+    found: list[Tensor] = []
     for module in modules:
         for name, value in module.__dict__.items():
             kind = type(value)
-            if kind in _NO_TENSORS or name in _OF_ALL_MODULES:
-                continue
-            held = value.items() if kind is dict else enumerate(value) if kind in (list, tuple) else [(None, value)]
-            for key, each in held:
-                if type(each) not in _NO_TENSORS and isinstance(each, Tensor) and each.grad_fn is not None:
-                    found[id(module), name, key] = each
-    return found
+            if kind not in _NO_TENSORS and name not in _OF_ALL_MODULES:
+                held = value.values() if kind is dict else value if kind in (list, tuple) else [value]
+                found += [each for each in held if type(each) not in _NO_TENSORS and isinstance(each, Tensor)]
+    return [tensor for tensor in found if tensor.grad_fn is not None]
+
+
+def _leaves_of(out: Tensor) -> Iterator[Tensor]:
+    """Yield the trainable tensors that `out` depends on."""
+    for node in _nodes_of(out):
+        # Only the node of a leaf has no inputs. Asking every node for a variable would double the time.
+        variable = None if node.next_functions else getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            yield variable
+
+
+def _nodes_of(out: Tensor) -> list[Any]:
+    """Return the nodes of the graph of `out`."""
+    nodes: list[Any] = [] if out.grad_fn is None else [out.grad_fn]
+    seen = set(nodes)
+    for node in nodes:  # which grow on the way
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    return nodes
 
 
 def check_versions(tensors: Sequence[Tensor], versions: Sequence[int], name: str) -> None:

@@ -253,7 +253,7 @@ class _StreamedLayer(torch.autograd.Function):
                 guard.note_again(index, out_BLE, chunk.attended_with)
                 forget(out_BLE)
                 if index == len(chunks) - 1:
-                    check_reads(out_BLE, modules, [h_BLE, *accumulators.tensors, *chunk.inputs, *leaves], call.name)
+                    check_reads(out_BLE, modules, h_BLE, [*accumulators.tensors, *chunk.inputs, *leaves], call.name)
                 # No output is left if the layer does not use its only trainable parameter.
                 made = zip([out_BLE, *chunk.recorded], gradients_BT, strict=True)
                 outputs = [(output, whole[:, start:stop]) for output, whole in made if whole is not None]

@@ -34,7 +34,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamgrad.engine.grad_accumulator import stand_in, swapped_parameters
-from streamgrad.engine.guards import AdapterFacts, check_leaves, stored_tensors
+from streamgrad.engine.guards import AdapterFacts, check_leaves, keeps_a_loss
 from streamgrad.engine.kv_chunk import Chunk, SeamError
 from streamgrad.engine.module_walk import buffers_in, modules_of, parameters_in
 from streamgrad.engine.replay import DRAWING, Autocast, RandomTape
@@ -190,14 +190,14 @@ class Trial:
     def _compared(self, h_BNE: Tensor, parts: Sequence[Span]) -> tuple[Tensor, bool] | None:
         """Return which tokens differ, (B, N), and whether gradients do; None where the layer's outputs are not finite."""
         modules = self.modules
-        stored, restored = stored_tensors(modules).keys(), set(map(id, self.adapters.versionless(modules)))
+        restored = set(map(id, self.adapters.versionless(modules)))
         read = [*buffers_in(modules), *(p for p in parameters_in(modules) if id(p) not in restored)]
         versions = [tensor._version for tensor in read]
         whole_BNE = self.run(h_BNE, [(0, h_BNE.shape[1])])
         check_leaves(whole_BNE, [h_BNE, *parameters_in(modules)], self.name)
         if [tensor._version for tensor in read] != versions:
             raise SeamError(f"a buffer or parameter of {self.name} is modified in place whenever it is called")
-        if stored_tensors(modules).keys() - stored:
+        if keeps_a_loss(whole_BNE, modules, h_BNE, parameters_in(modules)):
             raise SeamError(
                 f"{self.name} keeps a tensor with its graph on a module, as for a loss of its own, which would be one of a chunk"
             )
