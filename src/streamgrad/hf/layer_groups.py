@@ -39,7 +39,7 @@ _SIZES = (4, 5, 3, 2)
 _LOOPS = tuple(
     loop for each in ("self.layers", "self.layers[:self.config.num_hidden_layers]") for loop in (each, f"enumerate({each})")
 )
-_CALLED = frozenset({"__call__", "_wrapped_call_impl", "_call_impl", "_slow_forward", "forward"})  # when a module is called
+_CALLED = frozenset({"__call__", "_call_impl", "forward"})  # when a module is called
 _PACKAGES = "torch", "transformers", "peft", "bitsandbytes"  # whose modules keep nothing of what they are given
 
 
