@@ -299,7 +299,7 @@ def check_reads(out: Tensor, modules: Sequence[nn.Module], h: Tensor, others: Se
 def keeps_a_loss(out: Tensor, modules: Sequence[nn.Module], h: Tensor, others: Sequence[Tensor]) -> bool:
     """Return whether a run, which made `out` of its input `h` and `others`, has left on a module what may be made a loss of.
 
-    That is a tensor made of `h`, or of others alone if it is no part of `out`, as the normed weight of a map is.
+    That is a tensor made of `h`, or one made of the others alone that is no part of `out`. A normed weight is a part of it.
     """
     for tensor in _stored_tensors(modules):
         leaves = set(map(id, _leaves_of(tensor)))

@@ -58,7 +58,7 @@ def _switches(modules: Sequence[nn.Module]) -> list[Any]:
     found: list[Any] = []
     for module in modules:
         own = module.__dict__
-        if not own.keys().isdisjoint(_SWITCHES):  # as those of few are, and all are looked at twice a step
+        if not own.keys().isdisjoint(_SWITCHES):  # few modules have any, and all are looked at twice a step
             found += [(name, _copied(own[name])) for name in _SWITCHES if name in own]
             if "_active_adapter" in own:
                 found.append((tuple(own["_forward_pre_hooks"]), tuple(own["_forward_hooks"])))
