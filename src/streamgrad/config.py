@@ -75,7 +75,7 @@ class StreamConfig:
             kernel each, in families whose code is known. `"auto"`: for 16-bit values on CUDA. `"on"`: always. `"off"`: never.
         compile_layers (`bool`, defaults to `False`):
             Whether to compile layers by torch.compile, for steps in which every layer keeps the ordinary graph and nothing runs
-            in chunks. The first such step takes twenty to thirty seconds longer, and later ones are faster where launches decide, at a
+            in chunks. The first such step takes 20 to 30 seconds longer, and later ones are faster where launches decide, at a
             few thousand tokens. Layers that you compile yourself, by `layer.compile()`, run compiled in such steps anyway.
         memory_budget (`int` or `str`, *optional*):
             Device bytes that a step may use, weights included: a number, or for example `"80GiB"`. Defaults to what is free
