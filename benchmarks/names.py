@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,17 @@ METHODS = (
     "streamgrad-liger",
     "liger", "liger-offload", "liger-nockpt",
 )  # fmt: skip
+
+
+class Flash(StrEnum):
+    """What torch's flash operators run."""
+
+    FA2 = "FA2"
+    FA3 = "FA3"
+    FA4 = "FA4"
+
+
+WITH_FLASH = typer.Option(help="What torch's flash operators run, for all methods; FA2 is its own.")
 
 RESULTS = Path("benchmarks/results")
 # Where rows go unless --out says otherwise: the published records are under version control.

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.peers import flash_name
 from benchmarks.records import EVERYTHING, Session, versions
 from benchmarks.subject import Subject
 from streamgrad.cli.bench_run import device_name
@@ -28,7 +29,7 @@ from streamgrad.memory.device import allocator_settings
 
 # The standard deviation of a length's logarithm: a thirtieth of sequences is longer than 4.5 times the mean.
 _SPREAD = 0.9
-_PACKAGES = ("transformers", "liger-kernel", "peft", "triton")
+_PACKAGES = ("transformers", "liger-kernel", "peft", "triton", "flash-attn-4")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class RunRecord:
 
     `tokens_per_second` counts every step, the first with all that is compiled in it and those that ran out of memory, whose
     tokens do not count; `later_tokens_per_second` leaves the first out. Peaks and plans are as in a `StepRecord`. `settled_ms`
-    are the times of the same steps once their lengths are no longer new, where these were measured too.
+    are the times of the same steps once their lengths are no longer new, where these were measured too. `flash` is as there.
     """
 
     benchmark: str = "run"
@@ -56,6 +57,7 @@ class RunRecord:
     peak_bytes: int | None
     reserved_bytes: int | None
     host_bytes: int
+    flash: str
     policy: dict[str, Any]
     device: str
     versions: dict[str, str]
@@ -91,7 +93,7 @@ def measure_run(
     """
     cell = {
         "benchmark": "run", "method": method, "model": model, "training": training, "lengths": list(lengths), "command": command,
-        "device": device_name(device), "versions": versions(*_PACKAGES), "allocator": allocator_settings(),
+        "flash": flash_name(), "device": device_name(device), "versions": versions(*_PACKAGES), "allocator": allocator_settings(),
     }  # fmt: skip
     if session.has(cell, {}):
         return None

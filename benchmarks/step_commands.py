@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,17 +10,22 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from benchmarks.names import MEASURED, METHODS, RESUME, ROWS_FILE, command_line, refuse_unread, run_alone, unless
+from benchmarks.names import (
+    MEASURED,
+    METHODS,
+    RESUME,
+    ROWS_FILE,
+    WITH_FLASH,
+    Flash,
+    command_line,
+    refuse_unread,
+    run_alone,
+    unless,
+)
 from streamgrad.cli.bench import numbers_in
 from streamgrad.config import StreamConfig, parse_bytes, parse_count
 
 # What measures is imported in each command, so that `--help` need not wait for it.
-
-
-class Flash(StrEnum):
-    FA2 = "FA2"
-    FA3 = "FA3"
-    FA4 = "FA4"
 
 
 def bench_step(
@@ -34,7 +38,7 @@ def bench_step(
     offload: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "auto",
     attention: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "auto",
     fused_kernels: Annotated[str, typer.Option(help="As for streamgrad.enable.")] = "auto",
-    flash: Annotated[Flash, typer.Option(help="What torch's flash operators run, for all methods; FA2 is its own.")] = Flash.FA2,
+    flash: Annotated[Flash, WITH_FLASH] = Flash.FA2,
     memory_budget: Annotated[
         str | None, typer.Option(help="As for streamgrad.enable; `liger`: at each length what liger took there, by the records.")
     ] = None,

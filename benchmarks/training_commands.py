@@ -10,7 +10,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from benchmarks.names import MEASURED, METHODS, RESULTS, RESUME, ROWS_FILE, command_line, refuse_unread, run_alone, unless
+from benchmarks.names import (
+    MEASURED,
+    METHODS,
+    RESULTS,
+    RESUME,
+    ROWS_FILE,
+    WITH_FLASH,
+    Flash,
+    command_line,
+    refuse_unread,
+    run_alone,
+    unless,
+)
 
 if TYPE_CHECKING:
     from benchmarks.train_step import TrainingCase, TrainStepRecord
@@ -34,6 +46,7 @@ def bench_run(
     settle: Annotated[
         bool, typer.Option("--settle", help="Run all steps twice more, and record the last time of each: what new lengths cost.")
     ] = False,
+    flash: Annotated[Flash, WITH_FLASH] = Flash.FA2,
     device: Annotated[str | None, _DEVICE] = None,
     resume: Annotated[bool, typer.Option("--resume", help=RESUME)] = False,
     out: Annotated[Path, ROWS_FILE] = MEASURED / "run.jsonl",
@@ -59,17 +72,19 @@ def bench_run(
             raise ValueError(f"--method must be one of {', '.join(METHODS)}, got {name!r}.")
     same = {
         "steps": unless(steps, 30), "mean": unless(mean, 10_000), "longest": unless(longest, 48_000), "layers": layers,
-        "settle": settle, "device": device,
+        "settle": settle, "flash": unless(flash, Flash.FA2), "device": device,
     }  # fmt: skip
     pairs = [(one, other) for one in models for other in methods]
     if len(pairs) > 1:
         for one, other in pairs:
             run_alone(command_line("run", model=one, method=other, **same), out, resume=resume)
         return
+    from benchmarks.peers import use_flash
     from benchmarks.records import Session, append_records, rows_in
     from benchmarks.run import lengths_of_run, measure_run
     from streamgrad.cli.chosen_device import chosen_device
 
+    use_flash(flash)
     (preset, _, training), console = models[0].partition(":"), Console(highlight=False)
     console.print(f"{models[0]} {methods[0]}", soft_wrap=True)
     record = measure_run(
