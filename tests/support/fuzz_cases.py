@@ -56,6 +56,7 @@ class Case:
     layers: tuple[tuple[str, int], ...] = ()
     keys_at_once: int | None = None  # such that longer sequences take their keys in parts
     checkpointing: str = "off"
+    chunks_in_forward: int = 1
 
     @property
     def options(self) -> dict[str, Any]:
@@ -105,6 +106,7 @@ def draw(seed: int) -> Case:
         case = Case(
             seed=seed, family=family, changes=_changes(family, drawn), lengths=lengths,
             chunk_size=sizes[0], head_chunk_size=sizes[1], layers=tuple(layers) if drawn.random() < 0.2 else (),
+            chunks_in_forward=random.Random(-seed).choice((1, 2, 3, 9)),
             **{name: drawn.choice(choices) for name, choices in CHOICES.items()},
         )  # fmt: skip
         if is_meant(case):

@@ -208,6 +208,11 @@ def as_part(segments: list[Segment], start: int, stop: int, batch: int, window: 
     return Part(first, last, window=window, varlen=VarlenMask(moved, batch, stop - start))
 
 
+def attends_in_blocks(mask: object, start: int, stop: int, batch: int) -> bool:
+    """Return whether queries `[start, stop)` can attend without a mask as large as their scores; so can a layer without any."""
+    return mask is None or (isinstance(mask, CausalMask) and not mask.part(start, stop, batch).masked)
+
+
 def narrower(window: int | None, keys: int) -> int | None:
     """Return the window, or None if it hides none of so many keys."""
     return None if window is None or keys <= window else window

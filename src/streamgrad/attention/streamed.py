@@ -56,13 +56,16 @@ def streamed_attention(
     if chunk.alone:
         return attend_alone(chunk, query_BHLD, key_BGLD, value_BGLD, scale)[..., :value_size]
     chunk.receive(key_BGLD, value_BGLD)
+    chunk.holds_scores = softcap is not None or dropout > 0.0
     pieces = _pieces(chunk, query_BHLD, key_BGLD, value_BGLD, _Terms(scale, softcap, dropout))
     if sink_H is not None:
         sink_H = chunk.sharing.own_heads(sink_H)
     out_BHLD = _StreamedAttention.apply(chunk, pieces, query_BHLD, key_BGLD, value_BGLD, sink_H)
     if chunk.kept is not None:
         operands = query_BHLD, key_BGLD, value_BGLD
-        chunk.attended_with = [tensor[:, :, -1].detach().to(torch.float32, copy=True) for tensor in operands]
+        chunk.attended_with = [
+            [tensor[:, :, end].detach().to(torch.float32, copy=True) for tensor in operands] for end in chunk.ends
+        ]
     return out_BHLD if value_size == size else out_BHLD[..., :value_size]
 
 

@@ -154,7 +154,8 @@ class Chunk:
     `recorded` holds the layer's other outputs by token, (B, L, ...), such as the logits of a router, and `token_inputs` what
     stands in backward for its inputs by token beside hidden states. `shared_keys` are keys and values, by name, that the layer
     attends to in place of its own, or leaves for others. `attended_with` are the last token's query, key and value where the
-    attention output is kept, so that a re-run with others gives the same output.
+    attention output is kept, so that a re-run with others gives the same output; for each of `ends` one, which are the last
+    tokens of the chunks that run together.
     """
 
     start: int
@@ -174,7 +175,9 @@ class Chunk:
     recorded: list[Tensor] = field(default_factory=list, repr=False)
     token_inputs: list[Tensor] | None = field(default=None, repr=False)
     shared_keys: MutableMapping[str, Any] | None = field(default=None, repr=False)
-    attended_with: list[Tensor] = field(default_factory=list, repr=False)
+    ends: Sequence[int] = (-1,)
+    holds_scores: bool = False  # whether its attention has held a score for every query and key
+    attended_with: list[list[Tensor]] = field(default_factory=list, repr=False)
     span: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -2,9 +2,9 @@
 
     out[:, a:b] = layer(h[:, a:b], keys and values of [0, b))          for each chunk [a, b) of the sequence
 
-Forward runs the chunks in order without a graph. Backward runs them in REVERSE order: each is re-run with a graph and
-differentiated at once. A chunk's queries owe gradient to earlier keys, which is summed in the stream; when the chunk that
-made those keys is reached, every later chunk has already deposited its share, so the share is added to the keys' own
+Forward runs the chunks in order without a graph (`engine.forward`). Backward runs them in REVERSE order: each is re-run with a
+graph and differentiated at once. A chunk's queries owe gradient to earlier keys, which is summed in the stream; when the chunk
+that made those keys is reached, every later chunk has already deposited its share, so the share is added to the keys' own
 gradient and flows on into the projections in that one pass. No full-length graph ever exists.
 
 Known limits: a layer may mix tokens only through keys and values (anything else raises `SeamError` or is refused when the
@@ -16,7 +16,7 @@ Shapes: B batch, T sequence, L chunk, E model width.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -24,24 +24,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streamgrad.engine.forward import restored_stream, run_forward
 from streamgrad.engine.grad_accumulator import GradAccumulators
 from streamgrad.engine.guards import (
     NO_ADAPTERS,
     AdapterFacts,
-    BuffersInForward,
     RerunGuard,
-    check_leaves,
     check_reads,
     check_versions,
     gradient_of_input,
 )
 from streamgrad.engine.host_offload import HostStore
 from streamgrad.engine.in_use import InUse
-from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, StopAfterWrite, spans
+from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, spans
 from streamgrad.engine.module_walk import modules_of, parameters_in
 from streamgrad.engine.policy import LayerPolicy
 from streamgrad.engine.replay import Autocast, RandomTape
-from streamgrad.engine.saved import Reader, Saved, SavedOnDevice, SavedOnHost
+from streamgrad.engine.saved import Saved, SavedOnDevice, SavedOnHost
 from streamgrad.engine.segment import Recomputed
 from streamgrad.engine.shortage import naming_shortage
 from streamgrad.engine.trial import Span, Trial
@@ -70,6 +69,8 @@ class StreamedCall:
     host_store: HostStore
     uncut: Sequence[tuple[int, int]] = ()  # inside of which tokens see later ones
     token_inputs: Sequence[Tensor] = ()  # beside hidden states, (B, T, ...) each; `run` cuts them, or takes `chunk.token_inputs`
+    chunks_at_once: int = 1  # that may run forward together
+    may_join: Callable[[int, int], bool] = lambda start, stop: True  # whether such tokens can attend without a mask of all scores
     sharing: SequenceSharing = ALONE
     adapters: AdapterFacts = NO_ADAPTERS
     surroundings: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -105,7 +106,8 @@ class StreamedCall:
         parameters = [parameter for parameter in self.parameters if parameter.requires_grad] if torch.is_grad_enabled() else []
         if not torch.is_grad_enabled() or not (parameters or any(tensor.requires_grad for tensor in (h_BTE, *self.token_inputs))):
             # Without no_grad: a layer that reads a foreign parameter makes a graph here, and `check_leaves` then refuses it.
-            return tuple(_forward(self, h_BTE, self.random_tape(h_BTE).recording, None, None)[0])
+            tape = self.random_tape(h_BTE)
+            return tuple(run_forward(self, h_BTE, tape, tape.recording, None, None)[0])
         return _StreamedLayer.apply(self, h_BTE, *self.token_inputs, *parameters)
 
     def _with_ordinary_graph(self, h_BTE: Tensor) -> tuple[Tensor, ...]:
@@ -214,7 +216,7 @@ class _StreamedLayer(torch.autograd.Function):
         ctx.autocast, ctx.tape = Autocast(h_BTE.device.type), call.random_tape(h_BTE)
         ctx.guard, ctx.kept = RerunGuard(call.modules, parameters, call.name, call.adapters), call.kept(h_BTE)
         ctx.h_shape, ctx.h_dtype = h_BTE.shape, h_BTE.dtype
-        outputs, stream = _forward(call, h_BTE, ctx.tape.recording, ctx.guard, ctx.kept)
+        outputs, stream = run_forward(call, h_BTE, ctx.tape, ctx.tape.recording, ctx.guard, ctx.kept)
         ctx.autocast.forget_casts()
         is_kept = call.policy.keep == "attention"
         ctx.kept.finish(ctx, call.sharing.kept_keys(h_BTE.shape[1], stream.tensors) if is_kept else ())
@@ -239,7 +241,7 @@ class _StreamedLayer(torch.autograd.Function):
         deferred = unread.deferred(modules)
         with call.in_use.claimed(call.name), accumulators.installed_in(modules), call.surroundings(), deferred:
             with ctx.autocast.restored():
-                stream = _restore_stream(call, ctx.tape, reader, ctx.h_shape[1])
+                stream = restored_stream(call, ctx.tape, reader, ctx.h_shape[1])
             for index, (start, stop) in reversed(chunks):
                 h_BLE, attended = reader.chunk(index)
                 h_BLE.requires_grad_(ctx.needs_input_grad[1])
@@ -250,7 +252,7 @@ class _StreamedLayer(torch.autograd.Function):
                 chunk.release()
                 if index == len(chunks) - 1:
                     unread.learn(out_BLE)
-                guard.note_again(index, out_BLE, chunk.attended_with)
+                guard.note_again(index, out_BLE, *chunk.attended_with)
                 forget(out_BLE)
                 if index == len(chunks) - 1:
                     check_reads(out_BLE, modules, h_BLE, [*accumulators.tensors, *chunk.inputs, *leaves], call.name)
@@ -308,92 +310,11 @@ class TokenInputGradients:
         self._leaves = []
 
 
-@labelled("activations")
-def _forward(
-    call: StreamedCall,
-    h_BTE: Tensor,
-    drawing: Callable[[int], AbstractContextManager[None]],
-    guard: RerunGuard | None,
-    kept: Saved | None,
-) -> tuple[list[Tensor], KeyValueStream]:
-    """Run all chunks in order, without a graph; return hidden states and what was recorded, and the stream.
-
-    `guard` and `kept`, given if a backward pass follows, are told of each chunk, which runs in `drawing` of its number.
-    """
-    stream, spans_of_chunks = call.new_stream(h_BTE.shape[1]), call.spans(h_BTE.shape[1])
-    trial = call.trial(h_BTE.shape[1]) if len(spans_of_chunks) > 1 else None
-    with call.surroundings():
-        # Detached, else chunks would require a gradient, and hooks on submodules would see that.
-        return _run_chunks(call, h_BTE.detach(), spans_of_chunks, stream, trial, drawing, guard, kept), stream
-
-
-def _run_chunks(
-    call: StreamedCall,
-    h_BTE: Tensor,
-    spans_of_chunks: Sequence[Span],
-    stream: KeyValueStream,
-    trial: Trial | None,
-    drawing: Callable[[int], AbstractContextManager[None]],
-    guard: RerunGuard | None,
-    kept: Saved | None,
-) -> list[Tensor]:
-    outputs_BT: list[Tensor] = []
-    buffers = BuffersInForward(call.modules)
-    unread = UnreadProducts(call.layer, call.tokens_at_once(h_BTE.shape), h_BTE.device.type)
-    keep_attention = kept is not None and call.policy.keep == "attention"
-    for index, (start, stop) in enumerate(spans_of_chunks):
-        chunk = call.chunk((start, stop), stream, keep_attention=keep_attention)
-        with drawing(index):
-            out_BLE = call.run(h_BTE[:, start:stop], chunk)
-        chunk.check_finished()
-        check_leaves(out_BLE, [], call.name)
-        buffers.check()
-        if index == 0 and trial is not None:
-            trial(h_BTE)
-        if guard is not None:
-            guard.note(out_BLE, chunk.attended_with, combined=unread.may_be_left_out)
-        if kept is not None:
-            kept.note(index, chunk.kept)
-        made = [out_BLE, *chunk.recorded]
-        if stop - start == h_BTE.shape[1]:
-            return made
-        if not outputs_BT:
-            # Not empty_like(h): under autocast a layer's output may have another dtype than its input.
-            with memory_label("hidden states"):
-                outputs_BT = [part.new_empty(*h_BTE.shape[:2], *part.shape[2:]) for part in made]
-        for whole, part in zip(outputs_BT, made, strict=True):
-            whole[:, start:stop] = part
-    return outputs_BT
-
-
 def _run_again(node: Any, h_BTE: Tensor, kept: Saved | None) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the hidden states, and keys and values, that a node's layer gave in forward; `kept` is told of each chunk."""
     call: StreamedCall = node.call
     with call.in_use.claimed(call.name), node.autocast.restored():
         node.guard.check_unchanged(modules_of(call.layer))
         check_versions(call.token_inputs, node.versions, call.name)
-        outputs, stream = _forward(call, h_BTE, node.tape.replaying, None, kept)
+        outputs, stream = run_forward(call, h_BTE, node.tape, node.tape.replaying, None, kept)
     return outputs[0], stream.tensors
-
-
-def _restore_stream(call: StreamedCall, tape: RandomTape, reader: Reader, length: int) -> KeyValueStream:
-    """Return the keys and values of the whole sequence, as kept or by running every chunk but the last up to its keys."""
-    if reader.has_attention and call.sharing.ring_ranks == 1:
-        return call.new_stream(length, reader.keys_and_values())
-    stream, spans_of_chunks = call.new_stream(length), call.spans(length)
-    if reader.has_attention:
-        kept = reader.keys_and_values()
-        each = kept[0].shape[2] // length  # tokens of the ranks that trade heads with this one
-        for start, stop in spans_of_chunks:
-            call.chunk((start, stop), stream).gather(*(tensor[:, :, each * start : each * stop] for tensor in kept))
-        return stream
-    for index in call.restored(length):
-        h_BLE, _ = reader.chunk(index)
-        with torch.no_grad(), tape.replaying(index):
-            _write_keys(call, h_BLE, spans_of_chunks[index], stream)
-    return stream
-
-
-def _write_keys(call: StreamedCall, h_BLE: Tensor, span: tuple[int, int], stream: KeyValueStream) -> None:
-    with suppress(StopAfterWrite):
-        call.run(h_BLE, call.chunk(span, stream, stop_after_write=True))

@@ -81,6 +81,10 @@ class RandomTape:
             finally:
                 self._set_state(resume)
 
+    def take_back(self, chunk_index: int) -> None:
+        """Let the generators stand where they stood before the chunk drew, and forget that it did."""
+        self._set_state(self._states.pop(chunk_index))
+
     def _state(self) -> tuple[Tensor, ...]:
         on_cpu = torch.default_generator.get_state()
         return (on_cpu, *map(torch.cuda.get_rng_state, self._cuda_devices)) if self._cuda_devices else (on_cpu,)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from streamgrad.engine.host_offload import HostStore, Shelf
@@ -51,6 +52,10 @@ class Reader(Protocol):
 
     def chunk(self, index: int) -> tuple[Tensor, Attended | None]:
         """Return the layer's input for a chunk, and what is kept of its attention."""
+        ...
+
+    def inputs(self, first: int, count: int) -> Tensor:
+        """Return the layer's input for `count` chunks that lie next to each other, from number `first` on."""
         ...
 
 
@@ -115,6 +120,9 @@ class _DeviceReader:
         start, stop = self._spans[index]
         attended = Attended(*self._rest[2 + 2 * index : 4 + 2 * index]) if self.has_attention else None
         return self._h_BTE[:, start:stop], attended
+
+    def inputs(self, first: int, count: int) -> Tensor:
+        return self._h_BTE[:, self._spans[first][0] : self._spans[first + count - 1][1]]
 
 
 class SavedOnHost:
@@ -197,6 +205,10 @@ class _HostReader:
     def chunk(self, index: int) -> tuple[Tensor, Attended | None]:
         h_BLE, *attended = self._shelf.get(index)
         return h_BLE, Attended(*attended) if self.has_attention else None
+
+    def inputs(self, first: int, count: int) -> Tensor:
+        parts = [self._shelf.get(index)[0] for index in range(first, first + count)]
+        return parts[0] if count == 1 else torch.cat(parts, dim=1)
 
 
 _KEYS_AND_VALUES = "keys and values"

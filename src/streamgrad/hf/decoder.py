@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.dropout import _DropoutNd
 
 from streamgrad.attention.backends import Kernels, backends_named
-from streamgrad.attention.masks import CausalMask, DenseMask
+from streamgrad.attention.masks import CausalMask, DenseMask, attends_in_blocks
 from streamgrad.attention.trees import Tree, TreeMask
 from streamgrad.config import StreamConfig
 from streamgrad.engine.guards import protect_gradients
@@ -291,6 +291,8 @@ class _DecoderCall:
                 chunk_size=self.sequences.sharing.chunk_size or self.plan.chunk_sizes[index],
                 policy=policy,
                 host_store=self.stream.host_store,
+                chunks_at_once=1 if recurrent or not self.plan.chunks_in_forward else self.plan.chunks_in_forward[index],
+                may_join=lambda start, stop: attends_in_blocks(mask, start, stop, h_BTE.shape[0]),
                 uncut=() if mask is None else mask.uncut,
                 token_inputs=arguments.token_inputs.tensors,
                 sharing=self.sequences.sharing,
@@ -363,6 +365,8 @@ class _DecoderCall:
             return planner.plan_without_costs(len(self.layers), *h_BTE.shape[:2])
         sharing = planned_together(self.layers, sharing, h_BTE.device)
         costs = planner.measured_costs(samples, stream.backends, h_BTE, sharing)
+        if not costs:
+            return planner.plan_without_costs(len(self.layers), *h_BTE.shape[:2])
         call = PlannedCall(self.decoder, self.parameters, h_BTE, stream.head, stream.host_store, sharing, not in_turn)
         return planner.plan(call, costs)
 

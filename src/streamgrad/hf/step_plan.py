@@ -25,7 +25,7 @@ from streamgrad.engine.ulysses import SequenceSharing
 from streamgrad.hf.sharded import StatesToCome, device_at_work
 from streamgrad.hf.step_facts import PlannedCall, has_foreign_hook, held_bytes, kind_of_layer, step_facts
 from streamgrad.hf.whole_step import WholePlan, WholeStep
-from streamgrad.memory.costs import LayerCosts
+from streamgrad.memory.costs import LayerCosts, chunks_in_forward
 from streamgrad.memory.device import device_memory, host_budget_bytes, segments_grow, usable_share
 from streamgrad.memory.measure import PROBED_TOKENS, measured_costs
 from streamgrad.memory.planner import (
@@ -103,13 +103,22 @@ class Planner:
         return given if isinstance(given, int) else max(automatic_chunk(batch, sequence) >> self._shortages, 1)
 
     def must_measure(self, layers: list[nn.Module], h_BTE: Tensor) -> bool:
-        """Return whether the options leave something to decide, and the memory to decide it by is known."""
-        config = self.config
-        if config.budget_bytes is not None:
+        """Return whether a step is planned by what its layers cost: within a budget, or on one GPU, whose memory is known.
+
+        There the options may leave nothing to decide but how many chunks run forward together.
+        """
+        if self.config.budget_bytes is not None:
             return True
         if h_BTE.device.type != "cuda" or len({device_at_work(next(layer.parameters())) for layer in layers}) > 1:
             return False
-        return config.keep == "auto" or config.offload != "none" or config.chunk_size == "auto"
+        return self._must_decide or self.config.keep != "all"
+
+    @property
+    def _must_decide(self) -> bool:
+        """Return whether the options leave something to decide."""
+        config = self.config
+        limited = config.budget_bytes is not None or config.offload != "none"  # by memory of the device or of the host
+        return limited or "auto" in (config.keep, config.chunk_size)
 
     def plan_without_costs(self, layers: int, batch: int, sequence: int) -> Plan:
         """Return the plan of the options alone; a layer keeps its input where they leave it open."""
@@ -125,7 +134,10 @@ class Planner:
     def measured_costs(
         self, samples: Iterable[Sample], backends: Kernels, h_BTE: Tensor, sharing: SequenceSharing
     ) -> dict[Hashable, LayerCosts]:
-        """Return the costs of each kind of layer, of which a sample could be measured. The first must be."""
+        """Return the costs of each kind of layer, of which a sample could be measured. The first must be, or there are none.
+
+        None are an error where the options leave something to decide.
+        """
         kinds: dict[Hashable, LayerCosts] = {}
         for sample in samples:
             try:
@@ -133,7 +145,7 @@ class Planner:
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, LookupError, SeamError) as error:  # where its kind is called with arguments of its own
-                if not kinds:
+                if not kinds and self._must_decide:
                     raise
                 logger.debug("streamgrad: %s is not measured: %s", type(sample.layer).__name__, error)
         return kinds
@@ -172,6 +184,10 @@ class Planner:
         if call.on_cuda and not segments_grow() and self._shape_with_segments != call.h_BTE.shape:
             _give_segments(call.h_BTE, sum(not policy.on_host for policy in plan.policies))
             self._shape_with_segments = call.h_BTE.shape
+        if call.on_cuda and call.sharing.ranks == 1:  # elsewhere launches cost little, and ranks share out their tokens by chunks
+            each = zip(plan.policies, plan.chunk_sizes, strict=True)
+            shape = facts.at(sequence).shape
+            plan = replace(plan, chunks_in_forward=tuple(chunks_in_forward(facts.costs, shape, *one) for one in each))
         self.latest, self.latest_shape = plan, (batch, sequence)
         return plan
 

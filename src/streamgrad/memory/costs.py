@@ -14,6 +14,7 @@ of the device, whose memory waits for it (up to 1.2 GB in the records).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -29,6 +30,9 @@ _TIED_BLOCK = 2**27
 
 # A layer that makes more tensors a token than this loops over blocks of tokens: 64 to 256 of them, dozens of tensors a block.
 _LOOPED, _LOOPED_TOKENS = 1 / 16, 4096
+
+# Tokens of a batch in a chunk beyond which nothing gets faster.
+LARGEST_CHUNK = 16_384
 
 COMPONENTS = (
     "weights", "optimizer state", "gradients", "kept inputs", "kept attention", "kept graphs", "hidden states",
@@ -62,6 +66,7 @@ class LayerCosts:
     recorded: float = 0.0  # router logits, and probabilities or gradients of them, which stay on the device whatever is kept
     chunk_gradients: float = 0.0  # of experts in one tensor, which each of several chunks makes anew
     looped: float = 0.0  # tensors made a token by a layer with states: many, where it loops over blocks of tokens
+    forward: float = 0.0  # in the largest phase of a run without a graph, beside its input, and keys and values; 0 if not known
 
     @classmethod
     def largest(cls, kinds: Iterable[LayerCosts]) -> LayerCosts:
@@ -238,6 +243,22 @@ def layer_phases(costs: LayerCosts, shape: Shape, policy: LayerPolicy, chunk_siz
             "workspace": costs.weights,
         }
     return found
+
+
+@functools.lru_cache(maxsize=1024)
+def chunks_in_forward(costs: LayerCosts, shape: Shape, policy: LayerPolicy, chunk_size: int) -> int:
+    """Return how many chunks of a layer can run forward together and hold no more than its backward does.
+
+    Forward has neither a graph nor gradients nor sums of them. Beside its input and its output, what goes to the host waits for
+    its copy: the input, and the attention of these chunks. There is nothing to be gained beyond the largest chunks.
+    """
+    if not costs.forward or policy.keep == "all" or shape.ring > 1:
+        return 1
+    chunk, tokens = shape.rows * min(chunk_size, shape.sequence), shape.tokens
+    most = max(sum(parts.values()) for parts in layer_phases(costs, shape, policy, chunk_size).values())
+    around = tokens * ((3 if policy.on_host else 2) * costs.input + costs.keys_and_values) + costs.weights
+    waiting = costs.attention if policy.on_host and policy.keep == "attention" else 0.0
+    return max(1, int(min((most - around) / (costs.forward + waiting), LARGEST_CHUNK) // chunk))
 
 
 def _attention_terms(costs: LayerCosts, shape: Shape, chunk: int, made: float) -> Parts:

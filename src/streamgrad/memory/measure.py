@@ -73,6 +73,7 @@ def measured_costs(
         weights=weights,
         recorded=counted.recorded / count,
         looped=max(0.0, looped),
+        forward=max(0, counted.forward - counted.keys_and_values) / count,
     )
 
 
@@ -88,6 +89,7 @@ class _Counted:
     states: int
     saved: int  # by the graph, beside its input and the layer's weights
     at_attention: int  # alive when attention's backward had run
+    forward: int  # alive at most without a graph
     timeline: tuple[int, ...]  # alive after each tensor that was made on the way
 
     def less(self, other: _Counted) -> _Counted:
@@ -148,7 +150,10 @@ class _Trial:
     recurrent: bool
 
     def __call__(self, h_BLE: Tensor) -> _Counted:
-        """Count in two runs: the hook that counts what is saved also keeps it alive longer, which would raise the peak."""
+        """Count in runs of their own: the hook that counts what is saved also keeps it alive longer, which would raise the peak.
+
+        Forward without a graph is not counted for a layer with states, whose chunks run one by one.
+        """
         h_BLE = h_BLE.detach().clone().requires_grad_()
         autocast = Autocast(h_BLE.device.type)
         with torch.random.fork_rng(devices=[h_BLE.device] if h_BLE.device.type == "cuda" else []), torch.enable_grad():
@@ -156,8 +161,11 @@ class _Trial:
             autocast.forget_casts()
             timeline, at_attention, held = self._alive(h_BLE)
             autocast.forget_casts()
+            forward = 0 if self.recurrent else self._alive_in_forward(h_BLE)
+            autocast.forget_casts()
         # Autograd functions may also hold tensors that torch does not save for them, as products of quantised weights do.
-        return _Counted(**counts | {"saved": max(counts["saved"], held)}, timeline=timeline, at_attention=at_attention)
+        counts["saved"] = max(counts["saved"], held)
+        return _Counted(**counts, timeline=timeline, at_attention=at_attention, forward=forward)
 
     def _sizes(self, h_BLE: Tensor) -> dict[str, int]:
         chunk, saved = self._chunk(h_BLE, LiveBytes()), _SavedBytes(self.layer, h_BLE)
@@ -190,6 +198,12 @@ class _Trial:
             # Differentiate by the input alone: hooks would see gradients of parameters, which are counted separately.
             torch.autograd.grad(out_BLE, h_BLE, dout_BLE.to(out_BLE.dtype))
         return tuple(live.timeline), chunk.stream.bytes_at_deposit, held
+
+    @torch.no_grad()
+    def _alive_in_forward(self, h_BLE: Tensor) -> int:
+        with _Timeline() as live:
+            self.run(h_BLE.detach(), self._chunk(h_BLE, live))
+        return max(live.timeline)
 
     def _chunk(self, h_BLE: Tensor, live: LiveBytes) -> Any:
         length = h_BLE.shape[1]

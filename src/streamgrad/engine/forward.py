@@ -1,0 +1,190 @@
+"""Runs a layer forward: chunk after chunk without a graph, and again up to the keys.
+
+    out[:, a:b] = layer(h[:, a:b], keys and values of [0, b))
+
+Backward takes one chunk at a time. Forward may take several that lie next to each other, a stretch, in one call of the layer: it
+holds no graph, and a plan says how many chunks need no more memory than backward does (`memory.costs.chunks_in_forward`). What
+belongs to a chunk is then cut out of what its stretch gave. A chunk that draws random numbers runs alone, as backward draws them
+again for each chunk; so does one whose attention holds a score or a mask for every key.
+
+Shapes: B batch, T sequence, L chunk or stretch, E model width, H query heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from streamgrad.engine.guards import BuffersInForward, RerunGuard, check_leaves
+from streamgrad.engine.kv_chunk import Attended, Chunk, KeyValueStream, StopAfterWrite
+from streamgrad.engine.replay import RandomTape
+from streamgrad.engine.saved import Reader, Saved
+from streamgrad.engine.trial import Span, Trial
+from streamgrad.engine.unread import UnreadProducts
+from streamgrad.ops.memory_label import labelled, memory_label
+
+if TYPE_CHECKING:
+    from streamgrad.engine.layer import StreamedCall
+
+Drawing = Callable[[int], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Chunks next to each other, by number from `first` on, that run forward together."""
+
+    first: int
+    spans: Sequence[Span]
+
+    @property
+    def span(self) -> Span:
+        return self.spans[0][0], self.spans[-1][1]
+
+    @property
+    def chunks(self) -> Iterator[tuple[int, int, int]]:
+        """Return each chunk's number, and its first and last token counted from the first of the stretch."""
+        start = self.spans[0][0]
+        return ((self.first + place, first - start, last - start) for place, (first, last) in enumerate(self.spans))
+
+    @property
+    def apart(self) -> list[Stretch]:
+        """Return its chunks, each alone."""
+        return [Stretch(self.first + place, [span]) for place, span in enumerate(self.spans)]
+
+
+def stretches(spans: Sequence[Span], most: int) -> list[Stretch]:
+    """Return the chunks in stretches of at most `most`. The first runs alone, and shows whether chunks draw random numbers."""
+    first = [Stretch(0, spans[:1])] if spans else []
+    return first + [Stretch(place, spans[place : place + most]) for place in range(1, len(spans), most)]
+
+
+@labelled("activations")
+def run_forward(
+    call: StreamedCall, h_BTE: Tensor, tape: RandomTape, drawing: Drawing, guard: RerunGuard | None, kept: Saved | None
+) -> tuple[list[Tensor], KeyValueStream]:
+    """Run all chunks in order, without a graph; return hidden states and what was recorded, and the stream.
+
+    `guard` and `kept`, given if a backward pass follows, are told of each chunk, which runs in `drawing` of its number.
+    """
+    stream, spans = call.new_stream(h_BTE.shape[1]), call.spans(h_BTE.shape[1])
+    trial = call.trial(h_BTE.shape[1]) if len(spans) > 1 else None
+    with call.surroundings():
+        # Detached, else chunks would require a gradient, and hooks on submodules would see that.
+        return _ForwardPass(call, h_BTE.detach(), stream, tape, drawing, guard, kept).run(spans, trial), stream
+
+
+@dataclass
+class _ForwardPass:
+    """One pass of a layer over its chunks."""
+
+    call: StreamedCall
+    h_BTE: Tensor
+    stream: KeyValueStream
+    tape: RandomTape
+    drawing: Drawing
+    guard: RerunGuard | None
+    kept: Saved | None
+    holds_scores: bool = False  # whether a chunk's attention has
+
+    def run(self, spans: Sequence[Span], trial: Trial | None) -> list[Tensor]:
+        """Return hidden states, and what was recorded, of the whole sequence."""
+        call, h_BTE, outputs_BT = self.call, self.h_BTE, list[Tensor]()
+        buffers = BuffersInForward(call.modules)
+        unread = UnreadProducts(call.layer, call.tokens_at_once(h_BTE.shape), h_BTE.device.type)
+        for planned in stretches(spans, call.chunks_at_once):
+            for stretch, out_BLE, chunk in self._run_stretch(planned):
+                chunk.check_finished()
+                check_leaves(out_BLE, [], call.name)
+                buffers.check()
+                if stretch.first == 0 and trial is not None:
+                    trial(h_BTE)
+                self._note(stretch, out_BLE, chunk, combined=unread.may_be_left_out)
+                made = [out_BLE, *chunk.recorded]
+                start, stop = stretch.span
+                if stop - start == h_BTE.shape[1]:
+                    return made
+                if not outputs_BT:
+                    # Not empty_like(h): under autocast a layer's output may have another dtype than its input.
+                    with memory_label("hidden states"):
+                        outputs_BT += [part.new_empty(*h_BTE.shape[:2], *part.shape[2:]) for part in made]
+                for whole, part in zip(outputs_BT, made, strict=True):
+                    whole[:, start:stop] = part
+        return outputs_BT
+
+    def _run_stretch(self, stretch: Stretch) -> Iterator[tuple[Stretch, Tensor, Chunk]]:
+        """Run the chunks of a stretch together, or one by one if the layer draws random numbers."""
+        if len(stretch.spans) == 1:
+            yield self._run_together(stretch)
+            return
+        if not (self.tape.has_draws or self.holds_scores) and self.call.may_join(*stretch.span):
+            found = self._run_together(stretch)
+            if not self.tape.has_draws:
+                yield found
+                return
+            self.tape.take_back(stretch.first)  # it has drawn as no chunk before it
+        for alone in stretch.apart:
+            yield self._run_together(alone)
+
+    def _run_together(self, stretch: Stretch) -> tuple[Stretch, Tensor, Chunk]:
+        start, stop = stretch.span
+        keep_attention = self.kept is not None and self.call.policy.keep == "attention"
+        chunk = self.call.chunk((start, stop), self.stream, keep_attention=keep_attention)
+        chunk.ends = [last - 1 for _, _, last in stretch.chunks]
+        with self.drawing(stretch.first):
+            out_BLE = self.call.run(self.h_BTE[:, start:stop], chunk)
+        self.holds_scores |= chunk.holds_scores
+        return stretch, out_BLE, chunk
+
+    def _note(self, stretch: Stretch, out_BLE: Tensor, chunk: Chunk, *, combined: bool) -> None:
+        """Tell guard and store of each chunk of a stretch."""
+        for place, (index, first, last) in enumerate(stretch.chunks):
+            if self.guard is not None:
+                others = chunk.attended_with[place] if chunk.attended_with else ()
+                self.guard.note(out_BLE[:, first:last], others, combined=combined)
+            if self.kept is not None:
+                self.kept.note(index, _part(chunk.kept, first, last))
+
+
+def _part(attended: Attended | None, first: int, last: int) -> Attended | None:
+    """Return what queries `[first, last)` of a stretch have attended to."""
+    if attended is None or last - first == attended.out_BHLD.shape[2]:
+        return attended
+    out_BHLD, lse_BHL = attended.out_BHLD[:, :, first:last], attended.lse_BHL[:, :, first:last].contiguous()
+    if out_BHLD.shape[0] == 1:  # whose stride kernels look their plans up by, though it says nothing
+        out_BHLD = out_BHLD.squeeze(0).unsqueeze(0)
+    return Attended(out_BHLD, lse_BHL)
+
+
+# --- keys and values, for backward -------------------------------------------------------------------------------------
+
+
+def restored_stream(call: StreamedCall, tape: RandomTape, reader: Reader, length: int) -> KeyValueStream:
+    """Return the keys and values of the whole sequence, as kept or by running every chunk but the last up to its keys."""
+    if reader.has_attention and call.sharing.ring_ranks == 1:
+        return call.new_stream(length, reader.keys_and_values())
+    stream, spans = call.new_stream(length), call.spans(length)
+    if reader.has_attention:
+        kept = reader.keys_and_values()
+        each = kept[0].shape[2] // length  # tokens of the ranks that trade heads with this one
+        for start, stop in spans:
+            call.chunk((start, stop), stream).gather(*(tensor[:, :, each * start : each * stop] for tensor in kept))
+        return stream
+    restored = call.restored(length)
+    if tape.has_draws or call.chunks_at_once == 1:
+        runs = [Stretch(index, [spans[index]]) for index in restored]
+    else:
+        runs = stretches([spans[index] for index in restored], call.chunks_at_once)
+    for stretch in runs:
+        with torch.no_grad(), tape.replaying(stretch.first):
+            _write_keys(call, reader.inputs(stretch.first, len(stretch.spans)), stretch.span, stream)
+    return stream
+
+
+def _write_keys(call: StreamedCall, h_BLE: Tensor, span: Span, stream: KeyValueStream) -> None:
+    with suppress(StopAfterWrite):
+        call.run(h_BLE, call.chunk(span, stream, stop_after_write=True))
