@@ -210,7 +210,7 @@ def enabled(case: Case, model: nn.Module) -> Iterator[None]:
             patches.enter_context(mock.patch("streamgrad.attention.streamed.KEYS_AT_ONCE", case.keys_at_once))
         if case.layers:
             plan = Plan(tuple(LayerPolicy(keep) for keep, _ in case.layers), tuple(size for _, size in case.layers), 0.0, 0.0)
-            patches.enter_context(mock.patch.object(Planner, "plan_without_costs", lambda *args: plan))
+            patches.enter_context(mock.patch.object(Planner, "plan_without_costs", return_value=plan))
         patches.enter_context(chunks_in_forward(case.chunks_in_forward))
         checkpointing = case.checkpointing if inner_of(model).supports_gradient_checkpointing else "off"
         if checkpointing == "before":
