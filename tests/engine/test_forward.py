@@ -34,7 +34,7 @@ def test_first_chunk_is_a_stretch_of_its_own():
     assert stretches(spans, 2) == [Stretch(0, spans[:1]), Stretch(1, spans[1:3]), Stretch(3, spans[3:])]
     assert stretches(spans, 9) == [Stretch(0, spans[:1]), Stretch(1, spans[1:])]
     assert stretches(spans[:1], 3) == [Stretch(0, spans[:1])] and stretches([], 3) == []
-    assert list(Stretch(1, spans[1:]).chunks) == [(1, 0, 4), (2, 4, 8), (3, 8, 11)]
+    assert Stretch(1, spans[1:]).apart == stretches(spans, 1)[1:] and Stretch(1, spans[1:]).span == (4, 15)
 
 
 @pytest.mark.parametrize("kind", batches.KINDS)
@@ -131,10 +131,11 @@ def test_a_stretch_in_which_numbers_are_drawn_is_run_again_chunk_by_chunk():
     assert_same_step(actual, expected, tolerance=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["softcap", "dense"])
+@pytest.mark.parametrize("kind", ["softcap", "dense", "eager", "bfloat16"])
 def test_attention_that_holds_scores_takes_one_chunk(kind):
-    model = tiny_model("gemma2" if kind == "softcap" else "qwen3", dtype=torch.float32)
-    batch = (batches.plain if kind == "softcap" else batches.dense_mask)(model)
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    model = tiny_model("gemma2" if kind == "softcap" else "qwen3", dtype=dtype)
+    batch = (batches.dense_mask if kind == "dense" else batches.plain)(model)
     rows = []
     attended = streamed._attended
 
@@ -144,5 +145,5 @@ def test_attention_that_holds_scores_takes_one_chunk(kind):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streamed, "_attended", noted)
-        streamed_step(model, batch, 3)
+        streamed_step(model, batch, 3, attention="eager" if kind == "eager" else "auto")
     assert max(rows) == CHUNK

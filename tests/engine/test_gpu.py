@@ -15,6 +15,7 @@ from streamgrad.attention.backends.block import visible_mask
 from streamgrad.attention.masks import CausalMask
 from streamgrad.attention.varlen import Segment, VarlenMask
 from streamgrad.engine.kv_chunk import Attended
+from stretches import chunks_in_forward
 from tiny import tiny_model, tokens
 
 pytestmark = [
@@ -201,6 +202,20 @@ def test_bf16_error_is_that_of_plain_bf16(name, kind):
     for chunks in (8, 64):
         ratio = math.sqrt(squares[chunks] / squares[0])
         assert ratio <= 1.02, f"{chunks} chunks: {ratio:.4f} times plain bf16"
+
+
+@pytest.mark.parametrize("kind", LONG)
+@pytest.mark.parametrize("keep", ["input", "attention"])
+def test_bf16_error_of_chunks_that_run_forward_together(keep, kind):
+    """The same rule for eight chunks by four, whose keys and attention are cut out of what four gave."""
+    shape, squares = SHAPE | ({"sliding_window": 200} if "window" in kind else {}), {"stock": 0.0, "by four": 0.0}
+    for seed in range(4):
+        model, batch, truth = with_truth(kind, seed, shape)
+        squares["stock"] += total_gradient_error(run_step(model, batch).gradients, truth) ** 2
+        streamgrad.enable(model, chunk_size=128, keep=keep, offload="none")
+        with chunks_in_forward(4):
+            squares["by four"] += total_gradient_error(run_step(model, batch).gradients, truth) ** 2
+    assert math.sqrt(squares["by four"] / squares["stock"]) <= 1.02, squares
 
 
 # torch.compile reads .grad of tensors that are no leaves.

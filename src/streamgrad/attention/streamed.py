@@ -56,7 +56,6 @@ def streamed_attention(
     if chunk.alone:
         return attend_alone(chunk, query_BHLD, key_BGLD, value_BGLD, scale)[..., :value_size]
     chunk.receive(key_BGLD, value_BGLD)
-    chunk.holds_scores = softcap is not None or dropout > 0.0
     pieces = _pieces(chunk, query_BHLD, key_BGLD, value_BGLD, _Terms(scale, softcap, dropout))
     if sink_H is not None:
         sink_H = chunk.sharing.own_heads(sink_H)
@@ -256,6 +255,7 @@ def _attended(chunk: Chunk, pieces: list[Piece], query_BHLD: Tensor) -> Attended
     for piece in pieces:
         query = with_dense_rows(piece.of_queries(query_BHLD))
         done = run_or_replace(chunk.backends, query, *chunk.stream.read(*piece.keys), piece.block)
+        chunk.holds_scores |= done.held_scores
         if query.shape == query_BHLD.shape and whole is None:
             whole = done
             continue

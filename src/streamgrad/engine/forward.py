@@ -12,7 +12,7 @@ Shapes: B batch, T sequence, L chunk or stretch, E model width, H query heads, D
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from streamgrad.engine.layer import StreamedCall
 
 Drawing = Callable[[int], AbstractContextManager[None]]
+_Ran = tuple["Stretch", Tensor, Chunk]  # with its output and the chunk that it was run as
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,6 @@ class Stretch:
     @property
     def span(self) -> Span:
         return self.spans[0][0], self.spans[-1][1]
-
-    @property
-    def chunks(self) -> Iterator[tuple[int, int, int]]:
-        """Return each chunk's number, and its first and last token counted from the first of the stretch."""
-        start = self.spans[0][0]
-        return ((self.first + place, first - start, last - start) for place, (first, last) in enumerate(self.spans))
 
     @property
     def apart(self) -> list[Stretch]:
@@ -97,7 +92,7 @@ class _ForwardPass:
         buffers = BuffersInForward(call.modules)
         unread = UnreadProducts(call.layer, call.tokens_at_once(h_BTE.shape), h_BTE.device.type)
         for planned in stretches(spans, call.chunks_at_once):
-            for stretch, out_BLE, chunk in self._run_stretch(planned):
+            for stretch, out_BLE, chunk in self._run(planned):
                 chunk.check_finished()
                 check_leaves(out_BLE, [], call.name)
                 buffers.check()
@@ -116,25 +111,23 @@ class _ForwardPass:
                     whole[:, start:stop] = part
         return outputs_BT
 
-    def _run_stretch(self, stretch: Stretch) -> Iterator[tuple[Stretch, Tensor, Chunk]]:
-        """Run the chunks of a stretch together, or one by one if the layer draws random numbers."""
+    def _run(self, stretch: Stretch) -> Iterable[_Ran]:
+        """Run the chunks of a stretch together, or one by one where they must be alone."""
         if len(stretch.spans) == 1:
-            yield self._run_together(stretch)
-            return
+            return [self._run_together(stretch)]
         if not (self.tape.has_draws or self.holds_scores) and self.call.may_join(*stretch.span):
             found = self._run_together(stretch)
             if not self.tape.has_draws:
-                yield found
-                return
+                return [found]
             self.tape.take_back(stretch.first)  # it has drawn as no chunk before it
-        for alone in stretch.apart:
-            yield self._run_together(alone)
+        return map(self._run_together, stretch.apart)
 
-    def _run_together(self, stretch: Stretch) -> tuple[Stretch, Tensor, Chunk]:
+    def _run_together(self, stretch: Stretch) -> _Ran:
         start, stop = stretch.span
         keep_attention = self.kept is not None and self.call.policy.keep == "attention"
         chunk = self.call.chunk((start, stop), self.stream, keep_attention=keep_attention)
-        chunk.ends = [last - 1 for _, _, last in stretch.chunks]
+        if len(stretch.spans) > 1:
+            chunk.ends = [last - start - 1 for _, last in stretch.spans]
         with self.drawing(stretch.first):
             out_BLE = self.call.run(self.h_BTE[:, start:stop], chunk)
         self.holds_scores |= chunk.holds_scores
@@ -142,18 +135,21 @@ class _ForwardPass:
 
     def _note(self, stretch: Stretch, out_BLE: Tensor, chunk: Chunk, *, combined: bool) -> None:
         """Tell guard and store of each chunk of a stretch."""
-        for place, (index, first, last) in enumerate(stretch.chunks):
+        start, together = stretch.spans[0][0], len(stretch.spans) > 1
+        for place, (first, last) in enumerate(stretch.spans):
             if self.guard is not None:
                 others = chunk.attended_with[place] if chunk.attended_with else ()
-                self.guard.note(out_BLE[:, first:last], others, combined=combined)
+                out = out_BLE[:, first - start : last - start] if together else out_BLE
+                self.guard.note(out, others, combined=combined)
             if self.kept is not None:
-                self.kept.note(index, _part(chunk.kept, first, last))
+                attended = _part(chunk.kept, first - start, last - start) if together else chunk.kept
+                self.kept.note(stretch.first + place, attended)
 
 
 def _part(attended: Attended | None, first: int, last: int) -> Attended | None:
     """Return what queries `[first, last)` of a stretch have attended to."""
-    if attended is None or last - first == attended.out_BHLD.shape[2]:
-        return attended
+    if attended is None:
+        return None
     out_BHLD, lse_BHL = attended.out_BHLD[:, :, first:last], attended.lse_BHL[:, :, first:last].contiguous()
     if out_BHLD.shape[0] == 1:  # whose stride kernels look their plans up by, though it says nothing
         out_BHLD = out_BHLD.squeeze(0).unsqueeze(0)

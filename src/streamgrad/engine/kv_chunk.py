@@ -143,6 +143,7 @@ class Attended:
     out_BHLD: Tensor
     lse_BHL: Tensor
     dropped_BHLS: Tensor | None = None
+    held_scores: bool = field(default=False, kw_only=True)  # whether the kernel has had one for every query and key at a time
 
 
 @dataclass

@@ -31,8 +31,8 @@ _TIED_BLOCK = 2**27
 # A layer that makes more tensors a token than this loops over blocks of tokens: 64 to 256 of them, dozens of tensors a block.
 _LOOPED, _LOOPED_TOKENS = 1 / 16, 4096
 
-# Tokens of a batch in a chunk beyond which nothing gets faster.
-LARGEST_CHUNK = 16_384
+# Tokens of a batch beyond which forward alone gets no faster: Python then takes less time than a large GPU.
+FORWARD_TOKENS = 8192
 
 COMPONENTS = (
     "weights", "optimizer state", "gradients", "kept inputs", "kept attention", "kept graphs", "hidden states",
@@ -250,15 +250,19 @@ def chunks_in_forward(costs: LayerCosts, shape: Shape, policy: LayerPolicy, chun
     """Return how many chunks of a layer can run forward together and hold no more than its backward does.
 
     Forward has neither a graph nor gradients nor sums of them. Beside its input and its output, what goes to the host waits for
-    its copy: the input, and the attention of these chunks. There is nothing to be gained beyond the largest chunks.
+    its copy: the input, and the attention of these chunks. The number is the same on the device and on the host, so that both
+    round alike, and a power of two: kernels are prepared for each shape.
     """
     if not costs.forward or policy.keep == "all" or shape.ring > 1:
         return 1
     chunk, tokens = shape.rows * min(chunk_size, shape.sequence), shape.tokens
-    most = max(sum(parts.values()) for parts in layer_phases(costs, shape, policy, chunk_size).values())
-    around = tokens * ((3 if policy.on_host else 2) * costs.input + costs.keys_and_values) + costs.weights
-    waiting = costs.attention if policy.on_host and policy.keep == "attention" else 0.0
-    return max(1, int(min((most - around) / (costs.forward + waiting), LARGEST_CHUNK) // chunk))
+    room = float(FORWARD_TOKENS)
+    for on_host in (False, True):
+        held = layer_phases(costs, shape, LayerPolicy(policy.keep, on_host), chunk_size).values()
+        around = tokens * ((3 if on_host else 2) * costs.input + costs.keys_and_values) + costs.weights
+        waiting = costs.attention if on_host and policy.keep == "attention" else 0.0
+        room = min(room, (max(sum(parts.values()) for parts in held) - around) / (costs.forward + waiting))
+    return 1 << max(0, int(room / chunk).bit_length() - 1)
 
 
 def _attention_terms(costs: LayerCosts, shape: Shape, chunk: int, made: float) -> Parts:

@@ -26,7 +26,6 @@ from itertools import product
 from streamgrad.engine.policy import LayerPolicy
 from streamgrad.memory.costs import (
     KEYS_AT_ONCE,
-    LARGEST_CHUNK,
     LayerCosts,
     Shape,
     embedding_parts,
@@ -41,9 +40,10 @@ MARGIN, MARGIN_IN_FIXED_SEGMENTS = 0.05, 0.1
 UNFORESEEN = 1.03
 # Share of the available host memory that plans use; the rest is for the program itself and for the kernel.
 HOST_SHARE = 0.85
-# Tokens of a batch in a chunk. Below 6,144 matrix products do not fill a large GPU, so smaller ones come after other ways to save
-# memory. The last come after all: chunks that take longer to start than to compute are slower than one more forward pass.
-LARGE_CHUNKS, SMALL_CHUNKS, LAST_CHUNKS = (LARGEST_CHUNK, 12_288, 8192, 6144), (4096, 2048), (1024, 512, 256)
+# Tokens of a batch in a chunk. Beyond 16,384 nothing gets faster; below 6,144 matrix products do not fill a large GPU, so smaller
+# ones come after other ways to save memory. The last come after all: chunks that take longer to start than to compute are slower
+# than one more forward pass.
+LARGE_CHUNKS, SMALL_CHUNKS, LAST_CHUNKS = (16_384, 12_288, 8192, 6144), (4096, 2048), (1024, 512, 256)
 # Where nothing is known about memory.
 USUAL_CHUNK = 8192
 

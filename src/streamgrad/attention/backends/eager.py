@@ -33,7 +33,7 @@ class EagerBackend:
             weights_BHLS = weights_BHLS.masked_fill_(dropped, 0.0).div_(1.0 - block.dropout)
         value_BGSD = value_BGSD.to(weights_BHLS.dtype)
         out_BHLD = (_stack_heads(weights_BHLS, value_BGSD) @ value_BGSD).view(*weights_BHLS.shape[:3], -1)
-        return Attended(out_BHLD.to(query_BHLD.dtype), lse_BHL, dropped)
+        return Attended(out_BHLD.to(query_BHLD.dtype), lse_BHL, dropped, held_scores=True)
 
     def backward(
         self, dout_BHLD: Tensor, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, done: Attended, block: Block
@@ -71,7 +71,7 @@ class EagerBackend:
             done = self.forward(*operands, block.of_segment(segment))
             segment.of_queries(out_BHLD).copy_(done.out_BHLD)
             segment.of_queries(lse_BHL).copy_(done.lse_BHL)
-        return Attended(out_BHLD, lse_BHL)
+        return Attended(out_BHLD, lse_BHL, held_scores=True)
 
     def _backward_by_segment(
         self, dout_BHLD: Tensor, query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, done: Attended, block: Block

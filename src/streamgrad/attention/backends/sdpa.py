@@ -44,6 +44,8 @@ class SdpaBackend:
                 piece.lse_BHL = piece.lse_BHL.masked_fill(~sees_BHL, float("-inf"))
             merged = piece if merged is None else merge(merged, piece)
         assert merged is not None
+        # A mask is as large; in 16 bits every chunk but the first has one.
+        merged.held_scores = mask is not None or query_BHLD.dtype.itemsize == 2
         return merged
 
     def backward(
