@@ -147,13 +147,12 @@ class _ForwardPass:
 
 
 def _part(attended: Attended | None, first: int, last: int) -> Attended | None:
-    """Return what queries `[first, last)` of a stretch have attended to."""
+    """Return what queries `[first, last)` of a stretch have attended to, laid out as if they had run alone."""
     if attended is None:
         return None
     out_BHLD, lse_BHL = attended.out_BHLD[:, :, first:last], attended.lse_BHL[:, :, first:last].contiguous()
-    if out_BHLD.shape[0] == 1:  # whose stride kernels look their plans up by, though it says nothing
-        out_BHLD = out_BHLD.squeeze(0).unsqueeze(0)
-    return Attended(out_BHLD, lse_BHL)
+    # A batch of one row is without gaps, but for a stride that says nothing, and that kernels look their plans up by.
+    return Attended(out_BHLD.squeeze(0).unsqueeze(0) if out_BHLD.shape[0] == 1 else out_BHLD.clone(), lse_BHL)
 
 
 # --- keys and values, for backward -------------------------------------------------------------------------------------

@@ -249,19 +249,18 @@ def layer_phases(costs: LayerCosts, shape: Shape, policy: LayerPolicy, chunk_siz
 def chunks_in_forward(costs: LayerCosts, shape: Shape, policy: LayerPolicy, chunk_size: int) -> int:
     """Return how many chunks of a layer can run forward together and hold no more than its backward does.
 
-    Forward has neither a graph nor gradients nor sums of them. Beside its input and its output, what goes to the host waits for
-    its copy: the input, and the attention of these chunks. The number is the same on the device and on the host, so that both
-    round alike, and a power of two: kernels are prepared for each shape.
+    Forward has neither a graph nor gradients nor sums of them. Beside its input and its output, there are two of the attention of
+    these chunks where it is kept, and the input waits for its copy to the host. The number is the same on the device and on the
+    host, so that both round alike, and a power of two: kernels are prepared for each shape.
     """
     if not costs.forward or policy.keep == "all" or shape.ring > 1:
         return 1
     chunk, tokens = shape.rows * min(chunk_size, shape.sequence), shape.tokens
-    room = float(FORWARD_TOKENS)
+    room, work = float(FORWARD_TOKENS), costs.forward + (costs.attention if policy.keep == "attention" else 0.0)
     for on_host in (False, True):
         held = layer_phases(costs, shape, LayerPolicy(policy.keep, on_host), chunk_size).values()
         around = tokens * ((3 if on_host else 2) * costs.input + costs.keys_and_values) + costs.weights
-        waiting = costs.attention if on_host and policy.keep == "attention" else 0.0
-        room = min(room, (max(sum(parts.values()) for parts in held) - around) / (costs.forward + waiting))
+        room = min(room, (max(sum(parts.values()) for parts in held) - around) / work)
     return 1 << max(0, int(room / chunk).bit_length() - 1)
 
 
