@@ -118,15 +118,13 @@ def draw_in_stretch(output):
 
 
 def test_a_stretch_in_which_numbers_are_drawn_is_run_again_chunk_by_chunk():
-    """As where another thread draws meanwhile: the generator is put back, and the chunks run alone."""
+    """As where another thread draws meanwhile: nobody knows who drew, so the chunks run alone."""
     model = tiny_model("qwen3")
     _, expected = calls_in_step(model, 6 * CHUNK, 1)
     mlp = decoder_layers(model.get_decoder())[0].mlp
     handle = mlp.register_forward_hook(lambda module, args, output: draw_in_stretch(output))
     calls, actual = calls_in_step(model, 6 * CHUNK, 3)
     handle.remove()
-    state = torch.get_rng_state()
-    assert torch.equal(state, torch.manual_seed(1).get_state())
     assert calls == [CHUNK, 3 * CHUNK, *[CHUNK] * 3, 2 * CHUNK, CHUNK, 3 * CHUNK, CHUNK, *[CHUNK] * 6]
     assert_same_step(actual, expected, tolerance=1e-6)
 

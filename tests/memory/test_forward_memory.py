@@ -42,7 +42,7 @@ def inner_of(model):
 
 @pytest.mark.parametrize(
     ("family", "adapted", "keep", "rows"),
-    [("qwen3", False, "input", 1), ("qwen3", True, "attention", 2), ("qwen3_moe", False, "input", 2)],
+    [("qwen3", False, "input", 1), ("qwen3", True, "attention", 2), ("gemma3_text", False, "input", 2)],
 )
 def test_forward_holds_no_more_than_backward(family, adapted, keep, rows):
     model = tiny_model(family, dtype=torch.float32, hidden_size=96, intermediate_size=192)
@@ -56,6 +56,13 @@ def test_forward_holds_no_more_than_backward(family, adapted, keep, rows):
     assert forward <= backward
     with with_chunks_in_forward(64 * count):  # what would be held without the bound
         assert peaks_of_step(inner_of(model), ids)[0] > forward, count
+
+
+@pytest.mark.parametrize(("family", "chooses"), [("qwen3", False), ("qwen3_moe", True), ("gpt_oss", True), ("deepseek_v3", True)])
+def test_layers_that_choose_by_values_run_chunk_by_chunk(family, chooses):
+    """A router's product rounds in another way over several chunks: the re-run could send a token to another expert."""
+    model, ids = tiny_model(family, dtype=torch.float32), tokens(1, 4 * CHUNK)
+    assert (measured(model, ids, "input").forward == 0.0) == chooses
 
 
 def test_same_count_on_the_device_and_on_the_host():

@@ -208,7 +208,7 @@ def as_part(segments: list[Segment], start: int, stop: int, batch: int, window: 
     return Part(first, last, window=window, varlen=VarlenMask(moved, batch, stop - start))
 
 
-def attends_in_blocks(mask: object, start: int, stop: int, batch: int) -> bool:
+def attends_in_blocks(mask: object, batch: int, start: int, stop: int) -> bool:
     """Return whether queries `[start, stop)` can attend without a mask as large as their scores; so can a layer without any."""
     return mask is None or (isinstance(mask, CausalMask) and not mask.part(start, stop, batch).masked)
 

@@ -119,7 +119,7 @@ class _ForwardPass:
             found = self._run_together(stretch)
             if not self.tape.has_draws:
                 return [found]
-            self.tape.take_back(stretch.first)  # it has drawn as no chunk before it
+            self.tape.forget(stretch.first)  # it has drawn as no chunk before it
         return map(self._run_together, stretch.apart)
 
     def _run_together(self, stretch: Stretch) -> _Ran:

@@ -81,9 +81,9 @@ class RandomTape:
             finally:
                 self._set_state(resume)
 
-    def take_back(self, chunk_index: int) -> None:
-        """Let the generators stand where they stood before the chunk drew, and forget that it did."""
-        self._set_state(self._states.pop(chunk_index))
+    def forget(self, chunk_index: int) -> None:
+        """Forget that the chunk drew. The generators stay where they are: another thread may have drawn as well."""
+        del self._states[chunk_index]
 
     def _state(self) -> tuple[Tensor, ...]:
         on_cpu = torch.default_generator.get_state()

@@ -292,7 +292,7 @@ class _DecoderCall:
                 policy=policy,
                 host_store=self.stream.host_store,
                 chunks_at_once=1 if recurrent or not self.plan.chunks_in_forward else self.plan.chunks_in_forward[index],
-                may_join=lambda start, stop: attends_in_blocks(mask, start, stop, h_BTE.shape[0]),
+                may_join=partial(attends_in_blocks, mask, h_BTE.shape[0]),  # which does not hold the input
                 uncut=() if mask is None else mask.uncut,
                 token_inputs=arguments.token_inputs.tensors,
                 sharing=self.sequences.sharing,

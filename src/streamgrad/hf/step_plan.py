@@ -7,7 +7,7 @@ plan = planner.plan(call, costs)                                      the fastes
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import astuple, dataclass, replace
 from itertools import chain
@@ -22,6 +22,7 @@ from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.module_walk import parameters_of
 from streamgrad.engine.policy import LayerPolicy
 from streamgrad.engine.ulysses import SequenceSharing
+from streamgrad.hf.discover import decoder_layers
 from streamgrad.hf.sharded import StatesToCome, device_at_work
 from streamgrad.hf.step_facts import PlannedCall, has_foreign_hook, held_bytes, kind_of_layer, step_facts
 from streamgrad.hf.whole_step import WholePlan, WholeStep
@@ -148,6 +149,8 @@ class Planner:
                 if not kinds and self._must_decide:
                     raise
                 logger.debug("streamgrad: %s is not measured: %s", type(sample.layer).__name__, error)
+                if not kinds:
+                    return {}
         return kinds
 
     def _measured(self, sample: Sample, backends: Kernels, h_BTE: Tensor, sharing: SequenceSharing) -> LayerCosts:
@@ -184,10 +187,9 @@ class Planner:
         if call.on_cuda and not segments_grow() and self._shape_with_segments != call.h_BTE.shape:
             _give_segments(call.h_BTE, sum(not policy.on_host for policy in plan.policies))
             self._shape_with_segments = call.h_BTE.shape
-        if call.on_cuda and call.sharing.ranks == 1:  # elsewhere launches cost little, and ranks share out their tokens by chunks
-            each = zip(plan.policies, plan.chunk_sizes, strict=True)
-            shape = facts.at(sequence).shape
-            plan = replace(plan, chunks_in_forward=tuple(chunks_in_forward(facts.costs, shape, *one) for one in each))
+        # Elsewhere launches cost little. Ranks share out their tokens by chunks.
+        if call.on_cuda and call.sharing.ranks == 1:
+            plan = _with_joined_chunks(plan, facts, sequence, costs, call.decoder)
         self.latest, self.latest_shape = plan, (batch, sequence)
         return plan
 
@@ -278,6 +280,17 @@ class Planner:
             f"memory_budget={self.config.memory_budget!r} cannot hold {shape}: about "
             f"{readable(plan.peak_bytes)} are needed ({plan}). " + _told_of_length(longest)
         )
+
+
+def _with_joined_chunks(plan: Plan, facts: StepFacts, sequence: int, measured: Container[Hashable], decoder: nn.Module) -> Plan:
+    """Return the plan with how many chunks of each layer run forward together: one, if a kind of layer was not `measured`."""
+    each = list(zip(plan.policies, plan.chunk_sizes, strict=True))
+    if all(policy.keep == "all" or size >= sequence for policy, size in each):
+        return plan
+    if not facts.costs.forward or any(kind_of_layer(layer) not in measured for layer in decoder_layers(decoder)):
+        return plan
+    shape = facts.at(sequence).shape
+    return replace(plan, chunks_in_forward=tuple(chunks_in_forward(facts.costs, shape, *one) for one in each))
 
 
 def _lowered(budget: Budget, resident: float, shortages: int) -> Budget:

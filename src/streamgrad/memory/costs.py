@@ -70,8 +70,10 @@ class LayerCosts:
 
     @classmethod
     def largest(cls, kinds: Iterable[LayerCosts]) -> LayerCosts:
-        """Return the most of every cost over layers of several kinds."""
-        return cls(*map(max, zip(*map(astuple, kinds), strict=True)))
+        """Return the most of every cost over layers of several kinds; that of forward is not known if it is not of each."""
+        kinds = list(kinds)
+        most = cls(*map(max, zip(*map(astuple, kinds), strict=True)))
+        return most if all(kind.forward for kind in kinds) else replace(most, forward=0.0)
 
     @property
     def longest_chunk(self) -> float:

@@ -8,12 +8,13 @@ Shapes: B batch, L tokens, E model width, G key/value heads, S keys, D head size
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamgrad.engine.kv_chunk import Chunk
 from streamgrad.engine.module_walk import trainable_parameters
@@ -26,6 +27,13 @@ from streamgrad.ops.accumulate import accumulator_dtype
 from streamgrad.ops.autograd import as_saved, own_graph
 
 PROBED_TOKENS = 256
+
+aten = torch.ops.aten
+# What gives other results where a value is a little larger: routers choose experts by it. Indexing by conditions does too.
+_CHOOSING = {
+    aten.topk, aten.sort, aten.argmax, aten.argmin, aten.max, aten.min, aten.kthvalue, aten.nonzero, aten.masked_select,
+    aten.searchsorted, aten.bucketize,
+}  # fmt: skip
 
 
 def measured_costs(
@@ -73,7 +81,7 @@ def measured_costs(
         weights=weights,
         recorded=counted.recorded / count,
         looped=max(0.0, looped),
-        forward=max(0, counted.forward - counted.keys_and_values) / count,
+        forward=max(0, max(counted.forward) - counted.keys_and_values) / count if counted.forward else 0.0,
     )
 
 
@@ -89,25 +97,32 @@ class _Counted:
     states: int
     saved: int  # by the graph, beside its input and the layer's weights
     at_attention: int  # alive when attention's backward had run
-    forward: int  # alive at most without a graph
     timeline: tuple[int, ...]  # alive after each tensor that was made on the way
+    forward: tuple[int, ...]  # the same without a graph; empty where chunks must run forward one by one
 
     def less(self, other: _Counted) -> _Counted:
-        counts = {name: max(0, n - getattr(other, name)) for name, n in vars(self).items() if name != "timeline"}
+        counts = {name: max(0, n - getattr(other, name)) for name, n in vars(self).items() if isinstance(n, int)}
         # At each moment: a weight in another precision can be most of the memory for few tokens, at another moment than for many.
-        ours, theirs = self._comparable(other)
-        return _Counted(**counts, timeline=tuple(max(0, here - there) for here, there in zip(ours, theirs, strict=True)))
+        timeline, forward = (
+            tuple(max(0, here - there) for here, there in _comparable(*both))
+            for both in ((self.timeline, other.timeline), (self.forward, other.forward))
+        )
+        return _Counted(**counts, timeline=timeline, forward=forward)
 
     def constant(self, shorter: _Counted, ratio: float) -> float:
         """Return the most that is alive at a moment and does not grow with tokens; `shorter` lacks one in `ratio` of them."""
-        ours, theirs = self._comparable(shorter)
-        return max(max(0.0, here - ratio * (here - there)) for here, there in zip(ours, theirs, strict=True))
+        both = _comparable(self.timeline, shorter.timeline)
+        return max(max(0.0, here - ratio * (here - there)) for here, there in both)
 
-    def _comparable(self, other: _Counted) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return both timelines, or only their peaks where the layer did not do the same (as with experts that none chose)."""
-        if len(self.timeline) == len(other.timeline):
-            return self.timeline, other.timeline
-        return (max(self.timeline),), (max(other.timeline),)
+
+def _comparable(ours: tuple[int, ...], theirs: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """Yield what was alive at each moment of two timelines, or only at their peaks where the layer did not do the same.
+
+    That is so with experts that none chose.
+    """
+    if ours and len(ours) != len(theirs):
+        ours, theirs = (max(ours),), (max(theirs),)
+    return zip(ours, theirs, strict=True)
 
 
 class _Timeline(LiveBytes):
@@ -120,6 +135,22 @@ class _Timeline(LiveBytes):
     def _born(self, key: int, size: int) -> None:
         super()._born(key, size)
         self.timeline.append(self.live_bytes)
+
+
+class _Choices(TorchDispatchMode):
+    """Notes whether something is chosen by the order of values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = False
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        indices = args[1] if function.overloadpacket in (aten.index, aten.index_put, aten.index_put_) else ()
+        by_condition = any(index is not None and index.dtype == torch.bool for index in indices)
+        self.made |= by_condition or function.overloadpacket in _CHOOSING
+        return function(*args, **(kwargs or {}))
 
 
 class _WatchedStream(RecurrentStream):
@@ -152,7 +183,8 @@ class _Trial:
     def __call__(self, h_BLE: Tensor) -> _Counted:
         """Count in runs of their own: the hook that counts what is saved also keeps it alive longer, which would raise the peak.
 
-        Forward without a graph is not counted for a layer with states, whose chunks run one by one.
+        Forward without a graph is not counted for a layer with states, nor for one that chooses by values: their chunks run forward
+        one by one.
         """
         h_BLE = h_BLE.detach().clone().requires_grad_()
         autocast = Autocast(h_BLE.device.type)
@@ -161,7 +193,7 @@ class _Trial:
             autocast.forget_casts()
             timeline, at_attention, held = self._alive(h_BLE)
             autocast.forget_casts()
-            forward = 0 if self.recurrent else self._alive_in_forward(h_BLE)
+            forward = () if self.recurrent else self._alive_in_forward(h_BLE)
             autocast.forget_casts()
         # Autograd functions may also hold tensors that torch does not save for them, as products of quantised weights do.
         counts["saved"] = max(counts["saved"], held)
@@ -200,10 +232,15 @@ class _Trial:
         return tuple(live.timeline), chunk.stream.bytes_at_deposit, held
 
     @torch.no_grad()
-    def _alive_in_forward(self, h_BLE: Tensor) -> int:
-        with _Timeline() as live:
+    def _alive_in_forward(self, h_BLE: Tensor) -> tuple[int, ...]:
+        """Return the live bytes after each birth; none for a layer that chooses by values.
+
+        A router that has run over several chunks may send a token to another expert than in the re-run of one: their products
+        round in another way.
+        """
+        with _Choices() as choices, _Timeline() as live:
             self.run(h_BLE.detach(), self._chunk(h_BLE, live))
-        return max(live.timeline)
+        return () if choices.made else tuple(live.timeline)
 
     def _chunk(self, h_BLE: Tensor, live: LiveBytes) -> Any:
         length = h_BLE.shape[1]
