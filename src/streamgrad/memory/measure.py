@@ -183,8 +183,8 @@ class _Trial:
     def __call__(self, h_BLE: Tensor) -> _Counted:
         """Count in runs of their own: the hook that counts what is saved also keeps it alive longer, which would raise the peak.
 
-        Forward without a graph is not counted for a layer with states, nor for one that chooses by values: their chunks run forward
-        one by one.
+        Forward without a graph is not counted for a layer with states, nor for one that chooses by values: their chunks run
+        forward one by one.
         """
         h_BLE = h_BLE.detach().clone().requires_grad_()
         autocast = Autocast(h_BLE.device.type)
