@@ -9,6 +9,7 @@ import streamgrad
 from lora import with_lora
 from streamgrad.engine.policy import LayerPolicy
 from streamgrad.hf.patching import InstalledForward
+from streamgrad.memory import measure
 from streamgrad.memory.costs import LayerCosts, Shape, chunks_in_forward
 from streamgrad.memory.live_bytes import LiveBytes
 from stretches import chunks_in_forward as with_chunks_in_forward
@@ -63,6 +64,20 @@ def test_layers_that_choose_by_values_run_chunk_by_chunk(family, chooses):
     """A router's product rounds in another way over several chunks: the re-run could send a token to another expert."""
     model, ids = tiny_model(family, dtype=torch.float32), tokens(1, 4 * CHUNK)
     assert (measured(model, ids, "input").forward == 0.0) == chooses
+
+
+@pytest.mark.parametrize(
+    ("function", "chooses"),
+    [
+        (lambda x: x.topk(2), True), (lambda x: x[x > 0], True), (lambda x: x / x.abs().amax(), True), (lambda x: x.argmax(), True),
+        (lambda x: torch._int_mm(x.to(torch.int8), x.to(torch.int8)), True),
+        (lambda x: x.softmax(-1) @ x, False), (lambda x: x[:, [0, 1]].relu(), False), (lambda x: x.clamp(min=0.0), False),
+    ],
+)  # fmt: skip
+def test_what_chooses_by_values(function, chooses):
+    with measure._Choices() as choices:
+        function(torch.randn(32, 32))
+    assert choices.made == chooses
 
 
 def test_same_count_on_the_device_and_on_the_host():

@@ -29,10 +29,11 @@ from streamgrad.ops.autograd import as_saved, own_graph
 PROBED_TOKENS = 256
 
 aten = torch.ops.aten
-# What gives other results where a value is a little larger: routers choose experts by it. Indexing by conditions does too.
+# What gives other results where a value is a little larger, as routers choose experts, or scales all tokens by the largest, as
+# products in 8 bits do. Indexing by conditions does too.
 _CHOOSING = {
     aten.topk, aten.sort, aten.argmax, aten.argmin, aten.max, aten.min, aten.kthvalue, aten.nonzero, aten.masked_select,
-    aten.searchsorted, aten.bucketize,
+    aten.searchsorted, aten.bucketize, aten.amax, aten.amin, aten._int_mm, aten._scaled_mm,
 }  # fmt: skip
 
 
@@ -149,7 +150,7 @@ class _Choices(TorchDispatchMode):
     ) -> Any:
         indices = args[1] if function.overloadpacket in (aten.index, aten.index_put, aten.index_put_) else ()
         by_condition = any(index is not None and index.dtype == torch.bool for index in indices)
-        self.made |= by_condition or function.overloadpacket in _CHOOSING
+        self.made |= by_condition or function.overloadpacket in _CHOOSING or "int8" in function.name()
         return function(*args, **(kwargs or {}))
 
 
