@@ -69,7 +69,8 @@ def test_layers_that_choose_by_values_run_chunk_by_chunk(family, chooses):
 @pytest.mark.parametrize(
     ("function", "chooses"),
     [
-        (lambda x: x.topk(2), True), (lambda x: x[x > 0], True), (lambda x: x / x.abs().amax(), True), (lambda x: x.argmax(), True),
+        (lambda x: x.topk(2), True), (lambda x: x[x > 0], True), (lambda x: x.argmax(), True),
+        (lambda x: x / x.abs().amax(), True),
         (lambda x: torch._int_mm(x.to(torch.int8), x.to(torch.int8)), True),
         (lambda x: x.softmax(-1) @ x, False), (lambda x: x[:, [0, 1]].relu(), False), (lambda x: x.clamp(min=0.0), False),
     ],
