@@ -14,8 +14,7 @@ from families import LAYERS_TAKE_STATES_UP, small_model
 from gradients import assert_same_step, more, no_float32, run_step, total_gradient_error
 from lora import with_lora
 from streamgrad.attention.masks import CausalMask
-from streamgrad.engine import recurrent_chunk
-from streamgrad.engine.layer import StreamedCall
+from streamgrad.engine import layer, recurrent_chunk
 from streamgrad.engine.recurrent_chunk import RecurrentCall, RecurrentChunk
 from streamgrad.engine.saved import SavedOnHost
 from streamgrad.hf.patching import InstalledForward
@@ -294,7 +293,7 @@ def test_what_is_kept_on_the_host_is_read_in_order(family, keep):
         return SavedOnHost(h_BTE, call.spans(length), call.restored(length), store)
 
     batch = batches.plain(model)
-    with no_float32(), mock.patch.object(StreamedCall, "kept", kept):
+    with no_float32(), mock.patch.object(layer, "_kept", kept):
         expected = run_step(model, batch)
         streamgrad.enable(model, chunk_size=5, keep=keep)
         assert_same_step(run_step(model, batch), expected, 1e-10)

@@ -13,8 +13,7 @@ from batches import labelled
 from gradients import assert_same_step, more, run_step
 from lora import with_lora
 from streamgrad.attention.backends.cudnn_plans import PlanPrices
-from streamgrad.engine.layer import StreamedCall
-from streamgrad.hf import compiled_layers, plain_pass, whole_attention
+from streamgrad.hf import compiled_layers, decoder, plain_pass, whole_attention
 from streamgrad.hf.seams import attention_replaced_in
 from tiny import BY_SDPA, tiny_model
 
@@ -44,7 +43,7 @@ def graphs(monkeypatch):
 @compiling
 @pytest.mark.parametrize("whose", ["ours", "the user's"])
 def test_one_graph_serves_all_layers_and_lengths(whose, graphs, monkeypatch):
-    monkeypatch.setattr(StreamedCall, "__call__", None)  # no layer is run by the engine
+    monkeypatch.setattr(decoder, "run_layer", None)  # no layer is run by the engine
     model = tiny_model("qwen3", num_hidden_layers=4)
     lengths = (16, 23, 40)
     expected = [run_step(model, labelled(length)) for length in lengths]

@@ -11,8 +11,7 @@ import streamgrad
 from batches import labelled
 from gradients import assert_same_step, more, no_float32, run_step
 from lora import with_lora
-from streamgrad.engine.layer import StreamedCall
-from streamgrad.hf import plain_pass, whole_attention
+from streamgrad.hf import decoder, plain_pass, whole_attention
 from streamgrad.hf.whole_step import WholeStep
 from tiny import BY_SDPA, tiny_model
 
@@ -20,13 +19,13 @@ from tiny import BY_SDPA, tiny_model
 @pytest.fixture
 def streamed(monkeypatch):
     """How many layers have been run by the engine so far, in a list of one number."""
-    count, run = [0], StreamedCall.__call__
+    count, run = [0], decoder.run_layer
 
     def counting(call, h_BTE):
         count[0] += 1
         return run(call, h_BTE)
 
-    monkeypatch.setattr(StreamedCall, "__call__", counting)
+    monkeypatch.setattr(decoder, "run_layer", counting)
     return count
 
 

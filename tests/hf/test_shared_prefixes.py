@@ -15,7 +15,7 @@ from shared_batches import BATCHES, batch_of, group
 from streamgrad.attention import streamed, trees
 from streamgrad.attention.backends.eager import EagerBackend
 from streamgrad.attention.backends.sdpa import SdpaBackend
-from streamgrad.engine.layer import StreamedCall
+from streamgrad.hf import decoder
 from tensor_shapes import Shapes
 from tiny import FAMILIES, tiny_model
 
@@ -131,9 +131,9 @@ def test_kernel_calls_do_not_grow_with_the_group(joined, monkeypatch):
 )
 def test_shared_rows_of_a_plain_pass(monkeypatch, family):
     """Where every layer keeps its whole graph, the model's own layers run, with streamed attention."""
-    count, run = [], StreamedCall.__call__
+    count, run = [], decoder.run_layer
     check(family, BATCHES["turns"], [{"keep": "all"}], lora=family == "qwen3")
-    monkeypatch.setattr(StreamedCall, "__call__", lambda call, h_BTE: count.append(torch.is_grad_enabled()) or run(call, h_BTE))
+    monkeypatch.setattr(decoder, "run_layer", lambda call, h_BTE: count.append(torch.is_grad_enabled()) or run(call, h_BTE))
     check(family, BATCHES["four completions"], [{"keep": "all"}])
     assert count and not any(count)  # but for the trial
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from streamgrad.engine.call import StreamedCall
 from streamgrad.engine.guards import BuffersInForward, RerunGuard, check_leaves
 from streamgrad.engine.kv_chunk import Attended, Chunk, KeyValueStream, StopAfterWrite
 from streamgrad.engine.replay import RandomTape
@@ -27,9 +27,6 @@ from streamgrad.engine.saved import Reader, Saved
 from streamgrad.engine.trial import Span, Trial
 from streamgrad.engine.unread import UnreadProducts
 from streamgrad.ops.memory_label import labelled, memory_label
-
-if TYPE_CHECKING:
-    from streamgrad.engine.layer import StreamedCall
 
 Drawing = Callable[[int], AbstractContextManager[None]]
 _Ran = tuple["Stretch", Tensor, Chunk]  # with its output and the chunk that it was run as

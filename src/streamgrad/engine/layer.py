@@ -15,177 +15,44 @@ Shapes: B batch, T sequence, L chunk, E model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from streamgrad.engine.call import StreamedCall
 from streamgrad.engine.forward import restored_stream, run_forward
 from streamgrad.engine.grad_accumulator import GradAccumulators
-from streamgrad.engine.guards import (
-    NO_ADAPTERS,
-    AdapterFacts,
-    RerunGuard,
-    check_reads,
-    check_versions,
-    gradient_of_input,
-)
-from streamgrad.engine.host_offload import HostStore
-from streamgrad.engine.in_use import InUse
-from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, spans
-from streamgrad.engine.module_walk import modules_of, parameters_in
-from streamgrad.engine.policy import LayerPolicy
-from streamgrad.engine.replay import Autocast, RandomTape
-from streamgrad.engine.saved import Saved, SavedOnDevice, SavedOnHost
+from streamgrad.engine.guards import RerunGuard, check_reads, check_versions, gradient_of_input
+from streamgrad.engine.module_walk import modules_of
+from streamgrad.engine.replay import Autocast
+from streamgrad.engine.saved import Saved
 from streamgrad.engine.segment import Recomputed
 from streamgrad.engine.shortage import naming_shortage
-from streamgrad.engine.trial import Span, Trial
-from streamgrad.engine.ulysses import ALONE, SequenceSharing
 from streamgrad.engine.unread import UnreadProducts
 from streamgrad.ops.autograd import first_order_only
 from streamgrad.ops.deferred import forget
 from streamgrad.ops.memory_label import labelled, memory_label
 
 
-@dataclass
-class StreamedCall:
-    """One call of one layer.
-
-    `run(h_BLE, chunk)` must equal the layer on that chunk: its own forward with every per-token argument sliced to
-    `[chunk.start, chunk.stop)` and `chunk` in place of cache and mask. It is called within `surroundings()`, which is entered
-    once for all chunks of a pass, forward or backward.
-    """
-
-    modules: Sequence[nn.Module]  # of the layer, which is the first
-    run: Callable[[Tensor, Any], Tensor]
-    mask: object
-    backends: list[Any]
-    chunk_size: int
-    policy: LayerPolicy
-    host_store: HostStore
-    uncut: Sequence[tuple[int, int]] = ()  # inside of which tokens see later ones
-    token_inputs: Sequence[Tensor] = ()  # beside hidden states, (B, T, ...) each; `run` cuts them, or takes `chunk.token_inputs`
-    chunks_at_once: int = 1  # that may run forward together
-    may_join: Callable[[int, int], bool] = lambda start, stop: True  # whether such tokens can attend without a mask of all scores
-    sharing: SequenceSharing = ALONE
-    adapters: AdapterFacts = NO_ADAPTERS
-    surroundings: Callable[[], AbstractContextManager[Any]] = nullcontext
-    forward: Hashable = None  # tells the layer's own forward from another one
-    index: int | None = None  # among the layers of its decoder, where it is in one
-    in_use: InUse = field(default_factory=InUse)  # its decoder's
-    on_shortage: Callable[[], str] = str  # called where memory runs out in backward; returns what then happens
-    below: Any = None  # the autograd node of the layer that will make this layer's input again, where it is not kept
-
-    def shortage(self, h_shape: torch.Size, doing: str, then: str = "") -> str:
-        """Return where memory ran out, `doing` what, and what would take less."""
-        policy, ways = self.policy, []
-        if policy.keep != "input":
-            ways.append('keep="input"')
-        if not policy.on_host:
-            ways.append('offload="host" (on CUDA)')
-        if self.chunk_size > 1:
-            ways.append(f"chunk_size={min(self.chunk_size, h_shape[1]) // 2 or 1}")
-        return (
-            f"while {self.name} {doing}, with {h_shape[0]} x {h_shape[1]} tokens in chunks of {self.chunk_size} and keep="
-            f"{policy.keep!r}{' on the host' if policy.on_host else ''}. Less is taken by {', '.join(ways)}, or a shorter "
-            f"sequence. {then}"
-        ).rstrip()
-
-    def __call__(self, h_BTE: Tensor) -> tuple[Tensor, ...]:
-        """Return the layer's hidden states, and after them what its chunks record."""
-        with naming_shortage(lambda: self.shortage(h_BTE.shape, "ran forward")):
-            return self._run_forward(h_BTE)
-
-    def _run_forward(self, h_BTE: Tensor) -> tuple[Tensor, ...]:
-        if torch.is_grad_enabled() and self.policy.keep == "all" and self.may_keep_graph:
-            return self._with_ordinary_graph(h_BTE)
-        parameters = [parameter for parameter in self.parameters if parameter.requires_grad] if torch.is_grad_enabled() else []
-        if not torch.is_grad_enabled() or not (parameters or any(tensor.requires_grad for tensor in (h_BTE, *self.token_inputs))):
+def run_layer(call: StreamedCall, h_BTE: Tensor) -> tuple[Tensor, ...]:
+    """Return the layer's hidden states, and after them what its chunks record."""
+    with naming_shortage(lambda: call.shortage(h_BTE.shape, "ran forward")):
+        with_grad = torch.is_grad_enabled()
+        if with_grad and call.policy.keep == "all" and call.may_keep_graph:
+            return call.with_ordinary_graph(h_BTE)
+        parameters = [parameter for parameter in call.parameters if parameter.requires_grad] if with_grad else []
+        if not with_grad or not (parameters or any(tensor.requires_grad for tensor in (h_BTE, *call.token_inputs))):
             # Without no_grad: a layer that reads a foreign parameter makes a graph here, and `check_leaves` then refuses it.
-            tape = self.random_tape(h_BTE)
-            return tuple(run_forward(self, h_BTE, tape, tape.recording, None, None)[0])
-        return _StreamedLayer.apply(self, h_BTE, *self.token_inputs, *parameters)
+            tape = call.random_tape(h_BTE)
+            return tuple(run_forward(call, h_BTE, tape, tape.recording, None, None)[0])
+        return _StreamedLayer.apply(call, h_BTE, *call.token_inputs, *parameters)
 
-    def _with_ordinary_graph(self, h_BTE: Tensor) -> tuple[Tensor, ...]:
-        """Run the sequence as one chunk whose graph autograd keeps, so that nothing is run again."""
-        chunk = self.chunk((0, h_BTE.shape[1]), self.new_stream(h_BTE.shape[1]))
-        chunk.token_inputs = list(self.token_inputs)
-        with self.surroundings():
-            out_BTE = self.run(h_BTE, chunk)
-        chunk.check_finished()
-        chunk.release()
-        return out_BTE, *chunk.recorded
 
-    @property
-    def may_keep_graph(self) -> bool:
-        """Return whether autograd may keep the graph of the whole sequence."""
-        return True
-
-    @property
-    def layer(self) -> nn.Module:
-        return self.modules[0]
-
-    @cached_property
-    def parameters(self) -> list[nn.Parameter]:
-        """Return the layer's parameters, as they are when it is called."""
-        return parameters_in(self.modules)
-
-    @property
-    def name(self) -> str:
-        """Return the layer's class, and which of its decoder's layers it is."""
-        kind = type(self.layer).__name__
-        return kind if self.index is None else f"{kind} {self.index}"
-
-    def random_tape(self, h_BTE: Tensor) -> RandomTape:
-        """Return a tape for the devices of the input and of the layer, which may move its input to another one."""
-        return RandomTape([h_BTE.device, *(parameter.device for parameter in self.parameters)])
-
-    def spans(self, length: int) -> list[tuple[int, int]]:
-        return spans(length, self.chunk_size, self.uncut)
-
-    def tokens_at_once(self, h_shape: torch.Size) -> int:
-        return h_shape[0] * min(h_shape[1], self.chunk_size)
-
-    def restored(self, length: int) -> list[int]:
-        """Return which chunks are run up to their keys or states before backward, where these were not kept.
-
-        The last chunk is the first to run backward and makes its own keys then. A layer without attention has none.
-        """
-        return [] if self.mask is None else list(range(len(self.spans(length)) - 1))
-
-    def kept(self, h_BTE: Tensor) -> Saved:
-        """Return what keeps the layer's input until backward, or leads to the layer that makes it again."""
-        return self.stored(h_BTE) if self.below is None else Recomputed(self, _run_again)
-
-    def stored(self, h_BTE: Tensor) -> Saved:
-        may_move = self.policy.on_host and h_BTE.device.type == "cuda"
-        if may_move and all(parameter.device == h_BTE.device for parameter in self.parameters):
-            return SavedOnHost(h_BTE, self.spans(h_BTE.shape[1]), self.restored(h_BTE.shape[1]), self.host_store)
-        return SavedOnDevice(h_BTE, self.spans(h_BTE.shape[1]))
-
-    def chunk(self, span: tuple[int, int], stream: KeyValueStream, **options: Any) -> Chunk:
-        return Chunk(*span, stream=stream, mask=self.mask, backends=self.backends, sharing=self.sharing, **options)
-
-    def new_stream(self, length: int, tensors: tuple[Tensor, ...] | None = None) -> KeyValueStream:
-        """Return a stream for the whole sequence, of which this process has `length` tokens."""
-        return KeyValueStream(self.sharing.ranks * length, tensors)
-
-    def trial(self, length: int) -> Trial:
-        """Return what shows, before the first step in chunks, whether chunks give what the whole sequence would."""
-        return Trial(self.modules, self.name, partial(self._run_alone, length), self.adapters, self.forward)
-
-    def _run_alone(self, length: int, h_BNE: Tensor, parts: Sequence[Span]) -> Tensor:
-        """Run the layer on parts of few tokens, each of which sees itself only, in the last places of the sequence."""
-        first, outputs = length - h_BNE.shape[1], []
-        for start, stop in parts:
-            chunk = Chunk(first + start, first + stop, KeyValueStream(0), None, [], alone=True)
-            outputs.append(self.run(h_BNE[:, start:stop], chunk))
-            chunk.check_finished()
-        return torch.cat(outputs, dim=1)
+def _kept(call: StreamedCall, h_BTE: Tensor) -> Saved:
+    """Return what keeps the layer's input until backward, or leads to the layer that makes it again."""
+    return call.stored(h_BTE) if call.below is None else Recomputed(call, _run_again)
 
 
 def _named_in_errors(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -214,7 +81,7 @@ class _StreamedLayer(torch.autograd.Function):
         ctx.versions = [tensor._version for tensor in call.token_inputs]
         ctx.set_materialize_grads(False)
         ctx.autocast, ctx.tape = Autocast(h_BTE.device.type), call.random_tape(h_BTE)
-        ctx.guard, ctx.kept = RerunGuard(call.modules, parameters, call.name, call.adapters), call.kept(h_BTE)
+        ctx.guard, ctx.kept = RerunGuard(call.modules, parameters, call.name, call.adapters), _kept(call, h_BTE)
         ctx.h_shape, ctx.h_dtype = h_BTE.shape, h_BTE.dtype
         outputs, stream = run_forward(call, h_BTE, ctx.tape, ctx.tape.recording, ctx.guard, ctx.kept)
         ctx.autocast.forget_casts()

@@ -30,9 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streamgrad.engine.call import StreamedCall
 from streamgrad.engine.guards import BuffersInForward
 from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, SeamError, StopAfterWrite, spans
-from streamgrad.engine.layer import StreamedCall
 from streamgrad.engine.trial import Span, Trial
 
 # Keyed by kind, "conv" or "recurrent", and number: a layer may have several of each.
@@ -167,11 +167,11 @@ class RecurrentCall(StreamedCall):
     def may_keep_graph(self) -> bool:
         return not self.document_starts
 
-    def _with_ordinary_graph(self, h_BTE: Tensor) -> tuple[Tensor, ...]:
+    def with_ordinary_graph(self, h_BTE: Tensor) -> tuple[Tensor, ...]:
         """Run one chunk after the other, from the states after the one before, and let autograd keep the graphs of all."""
         spans_of_chunks = self._spans_of(h_BTE.shape[1], max(self.chunk_size, KEPT_TOKENS))
         if self.mask is not None or len(spans_of_chunks) == 1:
-            return super()._with_ordinary_graph(h_BTE)
+            return super().with_ordinary_graph(h_BTE)
         stream = RecurrentStream(h_BTE.shape[1], self.names, self.document_starts, in_one_graph=True)
         trial, buffers = self.trial(h_BTE.shape[1]), BuffersInForward(self.modules)
         made: list[tuple[Tensor, ...]] = []

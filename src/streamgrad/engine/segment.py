@@ -15,11 +15,12 @@ Shapes: B batch, T sequence, E model width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from streamgrad.engine.call import StreamedCall
 from streamgrad.engine.kv_chunk import Attended
 from streamgrad.engine.saved import Reader, Saved, already_freed
 
@@ -78,16 +79,6 @@ def _reaches(function: Any, node: Any) -> bool:
     return False
 
 
-class _Call(Protocol):
-    """What is used here of `layer.StreamedCall`."""
-
-    below: Any
-
-    def stored(self, h_BTE: Tensor) -> Saved: ...
-
-    def spans(self, length: int) -> list[tuple[int, int]]: ...
-
-
 class _Held:
     """Stands in for a node's context, which takes no tensors once its forward has ended."""
 
@@ -105,8 +96,8 @@ RunAgain = Callable[[Any, Tensor, Saved | None], tuple[Tensor, tuple[Tensor, ...
 class Recomputed:
     """Keeps nothing; in backward, the layers below make the input again. As `saved.Saved`."""
 
-    def __init__(self, call: _Call, run_again: RunAgain) -> None:
-        self._call: _Call | None = call
+    def __init__(self, call: StreamedCall, run_again: RunAgain) -> None:
+        self._call: StreamedCall | None = call
         self._run_again = run_again
         self._again: tuple[Saved, _Held] | None = None
         call.below.kept.will_be_read_whole()

@@ -23,11 +23,12 @@ from streamgrad.attention.backends import Kernels, backends_named
 from streamgrad.attention.masks import CausalMask, DenseMask, attends_in_blocks
 from streamgrad.attention.trees import Tree, TreeMask
 from streamgrad.config import StreamConfig
+from streamgrad.engine.call import StreamedCall
 from streamgrad.engine.guards import protect_gradients
 from streamgrad.engine.host_offload import HostStore
 from streamgrad.engine.in_use import InUse
 from streamgrad.engine.kv_chunk import SeamError
-from streamgrad.engine.layer import StreamedCall
+from streamgrad.engine.layer import run_layer
 from streamgrad.engine.module_walk import modules_of, parameters_by_depth, parameters_of
 from streamgrad.engine.recurrent_chunk import RecurrentCall
 from streamgrad.engine.replay import DRAWING
@@ -259,11 +260,11 @@ class _DecoderCall:
         self.plan: Plan | None = None
         self.joint, self.ahead = Joint(), WeightsAhead(layers)
 
-    def streamed_forward(self, index: int) -> Callable[..., Tensor | tuple[Tensor]]:
+    def streamed_forward(self, index: int) -> Callable[..., Tensor | tuple[Tensor | None, ...]]:
         """Return the streamed forward of layer `index`."""
         layer = self.layers[index]
 
-        def streamed(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
+        def streamed(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
             # Done in the call, so that the device computes the previous layer meanwhile.
             modules = modules_of(layer)
             for reason in (*layer_refusals(modules), *foreign_attention(attention_configs(modules), layer)):
@@ -304,7 +305,7 @@ class _DecoderCall:
                 on_shortage=self.stream.planner.note_shortage,
                 below=self.joint.node_below(h_BTE) if policy.recomputed else None,
             )
-            out_BTE, *recorded = call(h_BTE)
+            out_BTE, *recorded = run_layer(call, h_BTE)
             if any(each.recomputed for each in above):
                 self.joint.note(out_BTE)
             recorder.hand_over(map(self.sequences.sharing.whole, arguments.token_inputs.hand_over(recorded)))
