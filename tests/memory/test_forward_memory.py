@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
 import streamgrad
 from lora import with_lora
 from streamgrad.engine.policy import LayerPolicy
+from streamgrad.engine.ulysses import ALONE
+from streamgrad.hf import step_plan
 from streamgrad.hf.patching import InstalledForward
+from streamgrad.hf.step_facts import kind_of_layer
 from streamgrad.memory import measure
 from streamgrad.memory.costs import LayerCosts, Shape, chunks_in_forward
 from streamgrad.memory.live_bytes import LiveBytes
+from streamgrad.memory.planner import Plan
 from stretches import chunks_in_forward as with_chunks_in_forward
 from tiny import tiny_model, tokens
 
@@ -97,3 +103,24 @@ def test_same_count_on_the_device_and_on_the_host():
     assert chunks_in_forward(costs, Shape(1, 400), LayerPolicy("all"), 8) == 1
     assert chunks_in_forward(costs, Shape(1, 400, ring=2), LayerPolicy("input"), 8) == 1
     assert chunks_in_forward(costs, Shape(1, 1 << 20), LayerPolicy("input"), 16_384) == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "changes", "joined"),
+    [
+        (torch.bfloat16, False, {}, True), (torch.float64, False, {}, True), (torch.float32, True, {}, True),
+        (torch.float32, False, {}, False),  # where TF32 is allowed, a re-run of few tokens may be without
+        (torch.bfloat16, False, {"on_cuda": False}, False), (torch.bfloat16, False, {"sharing": mock.Mock(ranks=2)}, False),
+        (torch.bfloat16, False, {"unmeasured": True}, False),
+    ],
+)  # fmt: skip
+def test_which_steps_run_chunks_together(dtype, autocast, changes, joined):
+    model = tiny_model("qwen3", dtype=dtype)
+    decoder = model.get_decoder()
+    costs = measured(tiny_model("qwen3", dtype=torch.float32), tokens(1, 24 * CHUNK), "input")
+    kinds = [] if changes.get("unmeasured") else map(kind_of_layer, decoder.layers)
+    call = {"decoder": decoder, "h_BTE": torch.zeros(1, 24 * CHUNK, 8, dtype=dtype), "on_cuda": True, "sharing": ALONE} | changes
+    plan, step = Plan((LayerPolicy("input"),) * 2, (CHUNK,) * 2, 0.0, 0.0), mock.Mock(costs=costs, shape=Shape(1, 24 * CHUNK))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        counts = step_plan._with_joined_chunks(plan, step, set(kinds), mock.Mock(**call)).chunks_in_forward
+    assert (len(counts) == 2 and min(counts) > 1) if joined else not counts

@@ -18,9 +18,11 @@ from torch import Tensor, nn
 
 from streamgrad.attention.backends import Kernels
 from streamgrad.config import StreamConfig
+from streamgrad.engine.grad_accumulator import rounds_alike
 from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.module_walk import parameters_of
 from streamgrad.engine.policy import LayerPolicy
+from streamgrad.engine.replay import as_autocast
 from streamgrad.engine.ulysses import SequenceSharing
 from streamgrad.hf.discover import decoder_layers
 from streamgrad.hf.sharded import StatesToCome, device_at_work
@@ -33,6 +35,7 @@ from streamgrad.memory.planner import (
     Budget,
     Choices,
     Plan,
+    Step,
     StepFacts,
     automatic_chunk,
     choose_plan,
@@ -187,11 +190,8 @@ class Planner:
         if call.on_cuda and not segments_grow() and self._shape_with_segments != call.h_BTE.shape:
             _give_segments(call.h_BTE, sum(not policy.on_host for policy in plan.policies))
             self._shape_with_segments = call.h_BTE.shape
-        # Elsewhere launches cost little. Ranks share out their tokens by chunks.
-        if call.on_cuda and call.sharing.ranks == 1:
-            plan = _with_joined_chunks(plan, facts, sequence, costs, call.decoder)
-        self.latest, self.latest_shape = plan, (batch, sequence)
-        return plan
+        self.latest, self.latest_shape = _with_joined_chunks(plan, facts.at(sequence), costs, call), (batch, sequence)
+        return self.latest
 
     def note_whole(self, step: WholeStep) -> None:
         """Remember what `step` needed, if by its plan, the latest, it has kept all graphs: from now on such steps run plain."""
@@ -282,15 +282,19 @@ class Planner:
         )
 
 
-def _with_joined_chunks(plan: Plan, facts: StepFacts, sequence: int, measured: Container[Hashable], decoder: nn.Module) -> Plan:
-    """Return the plan with how many chunks of each layer run forward together: one, if a kind of layer was not `measured`."""
+def _with_joined_chunks(plan: Plan, step: Step, measured: Container[Hashable], call: PlannedCall) -> Plan:
+    """Return the plan with how many chunks of each layer run forward together: one, if a kind of layer was not `measured`.
+
+    One on a CPU too, where launches cost little, and where ranks share out their tokens by chunks.
+    """
     each = list(zip(plan.policies, plan.chunk_sizes, strict=True))
-    if all(policy.keep == "all" or size >= sequence for policy, size in each):
+    if all(policy.keep == "all" or size >= step.shape.sequence for policy, size in each):
         return plan
-    if not facts.costs.forward or any(kind_of_layer(layer) not in measured for layer in decoder_layers(decoder)):
+    if not call.on_cuda or call.sharing.ranks > 1 or not rounds_alike(as_autocast(call.h_BTE[:0]).dtype):
         return plan
-    shape = facts.at(sequence).shape
-    return replace(plan, chunks_in_forward=tuple(chunks_in_forward(facts.costs, shape, *one) for one in each))
+    if not step.costs.forward or any(kind_of_layer(layer) not in measured for layer in decoder_layers(call.decoder)):
+        return plan
+    return replace(plan, chunks_in_forward=tuple(chunks_in_forward(step.costs, step.shape, *one) for one in each))
 
 
 def _lowered(budget: Budget, resident: float, shortages: int) -> Budget:
