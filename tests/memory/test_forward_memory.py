@@ -76,9 +76,11 @@ def test_layers_that_choose_by_values_run_chunk_by_chunk(family, chooses):
     ("function", "chooses"),
     [
         (lambda x: x.topk(2), True), (lambda x: x[x > 0], True), (lambda x: x.argmax(), True),
-        (lambda x: x / x.abs().amax(), True),
+        (lambda x: x / x.abs().amax(), True), (lambda x: torch.where(x > 0.5, x, -x), True), (lambda x: x.sign(), True),
+        (lambda x: x if x.mean() else -x, True), (lambda x: x.mean().item(), True), (lambda x: x >= 0.5, True),
         (lambda x: torch._int_mm(x.to(torch.int8), x.to(torch.int8)), True),
         (lambda x: x.softmax(-1) @ x, False), (lambda x: x[:, [0, 1]].relu(), False), (lambda x: x.clamp(min=0.0), False),
+        (lambda x: x.masked_fill(torch.arange(32) > 3, 0.0), False),
     ],
 )  # fmt: skip
 def test_what_chooses_by_values(function, chooses):

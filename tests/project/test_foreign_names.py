@@ -56,7 +56,8 @@ PRIVATE = {
     """,
     "torch.nn.utils.parametrize": "_cache_enabled",
     "torch.ops.aten": """
-        _flash_attention_backward _flash_attention_forward _foreach_mul_ _foreach_norm _grouped_mm _int_mm _scaled_mm
+        _flash_attention_backward _flash_attention_forward _foreach_mul_ _foreach_norm _grouped_mm _int_mm
+        _local_scalar_dense _scaled_mm
         _unsafe_view
         _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward
         _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward

@@ -29,12 +29,14 @@ from streamgrad.ops.autograd import as_saved, own_graph
 PROBED_TOKENS = 256
 
 aten = torch.ops.aten
-# What gives other results where a value is a little larger, as routers choose experts, or scales all tokens by the largest, as
-# products in 8 bits do. Indexing by conditions does too.
+# What may give quite another result where a value is a little larger, as routers choose experts, or where a program reads it,
+# or scales all tokens by the largest, as products in 8 bits do. Indexing by conditions does too.
 _CHOOSING = {
     aten.topk, aten.sort, aten.argmax, aten.argmin, aten.max, aten.min, aten.kthvalue, aten.nonzero, aten.masked_select,
-    aten.searchsorted, aten.bucketize, aten.amax, aten.amin, aten._int_mm, aten._scaled_mm,
+    aten.searchsorted, aten.bucketize, aten.amax, aten.amin, aten._int_mm, aten._scaled_mm, aten.sign, aten.round,
+    aten._local_scalar_dense,
 }  # fmt: skip
+_COMPARING = {aten.gt, aten.ge, aten.lt, aten.le}
 
 
 def measured_costs(
@@ -139,7 +141,7 @@ class _Timeline(LiveBytes):
 
 
 class _Choices(TorchDispatchMode):
-    """Notes whether something is chosen by the order of values."""
+    """Notes whether something is chosen by values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,9 +150,11 @@ class _Choices(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        indices = args[1] if function.overloadpacket in (aten.index, aten.index_put, aten.index_put_) else ()
+        operator = function.overloadpacket
+        indices = args[1] if operator in (aten.index, aten.index_put, aten.index_put_) else ()
         by_condition = any(index is not None and index.dtype == torch.bool for index in indices)
-        self.made |= by_condition or function.overloadpacket in _CHOOSING or "int8" in function.name()
+        by_size = operator in _COMPARING and args[0].is_floating_point()
+        self.made |= by_condition or by_size or operator in _CHOOSING or "int8" in function.name()
         return function(*args, **(kwargs or {}))
 
 
