@@ -8,16 +8,13 @@ import torch
 import batches
 import streamgrad
 from families import small_model
-from fuzzing import inner_of
 from gradients import assert_same_step, no_float32, run_step
 from lora import with_lora
 from streamgrad.attention import streamed
 from streamgrad.engine.forward import Stretch, stretches
 from streamgrad.hf.discover import decoder_layers
-from stretches import chunks_in_forward
-from tiny import FAMILIES, tiny_model, tokens
-
-CHUNK = 4
+from stretches import CHUNK, SummedInAnotherOrder, calls_in_step, chunks_in_forward
+from tiny import FAMILIES, tiny_model
 
 
 def streamed_step(model, batch, count, **options):
@@ -28,13 +25,14 @@ def streamed_step(model, batch, count, **options):
     return step
 
 
-def test_first_chunk_is_a_stretch_of_its_own():
+def test_stretches_have_these_sizes():
     spans = [(0, 4), (4, 8), (8, 12), (12, 15)]
-    assert stretches(spans, 1) == [Stretch(index, [span]) for index, span in enumerate(spans)]
-    assert stretches(spans, 2) == [Stretch(0, spans[:1]), Stretch(1, spans[1:3]), Stretch(3, spans[3:])]
-    assert stretches(spans, 9) == [Stretch(0, spans[:1]), Stretch(1, spans[1:])]
-    assert stretches(spans[:1], 3) == [Stretch(0, spans[:1])] and stretches([], 3) == []
-    assert Stretch(1, spans[1:]).apart == stretches(spans, 1)[1:] and Stretch(1, spans[1:]).span == (4, 15)
+    alone = [Stretch(index, [span]) for index, span in enumerate(spans)]
+    assert stretches(spans, [1, 1, 1, 1]) == alone
+    assert stretches(spans, [1, 2, 2, 2]) == [Stretch(0, spans[:1]), Stretch(1, spans[1:3]), Stretch(3, spans[3:])]
+    assert stretches(spans, [1, 9]) == [Stretch(0, spans[:1]), Stretch(1, spans[1:])]
+    assert stretches(spans[:1], [1, 3]) == [Stretch(0, spans[:1])] and stretches([], [1, 3]) == []
+    assert Stretch(1, spans[1:]).apart == alone[1:] and Stretch(1, spans[1:]).span == (4, 15)
 
 
 @pytest.mark.parametrize("kind", batches.KINDS)
@@ -77,22 +75,6 @@ def test_segments_run_again_in_stretches(keep, recompute_layers):
         assert_same_step(actual, expected, tolerance=1e-10)
 
 
-def calls_in_step(model, length, count, **options):
-    """The tokens of each call of the first layer's norm in a second step, after the trial, and that step."""
-    seen, ids = [], tokens(1, length)
-    norm = decoder_layers(inner_of(model).get_decoder())[0].input_layernorm
-    handle = norm.register_forward_hook(lambda module, args, output: seen.append(output.shape[1]))
-    streamgrad.enable(model, chunk_size=CHUNK, **options)
-    with chunks_in_forward(count):
-        for _ in range(2):
-            seen.clear()
-            torch.manual_seed(1)
-            step = run_step(model, {"input_ids": ids, "labels": ids})
-    streamgrad.disable(model)
-    handle.remove()
-    return seen, step
-
-
 def test_layers_are_called_once_a_stretch():
     """Six chunks: one and two stretches forward, the first five chunks' keys likewise, and six re-runs."""
     model = tiny_model("qwen3", dtype=torch.float32)
@@ -125,8 +107,60 @@ def test_a_stretch_in_which_numbers_are_drawn_is_run_again_chunk_by_chunk():
     handle = mlp.register_forward_hook(lambda module, args, output: draw_in_stretch(output))
     calls, actual = calls_in_step(model, 6 * CHUNK, 3)
     handle.remove()
-    assert calls == [CHUNK, 3 * CHUNK, *[CHUNK] * 3, 2 * CHUNK, CHUNK, 3 * CHUNK, CHUNK, *[CHUNK] * 6]
+    assert calls == [CHUNK, 3 * CHUNK, *[CHUNK] * 5, *[CHUNK] * 5, *[CHUNK] * 6]
     assert_same_step(actual, expected, tolerance=1e-6)
+
+
+def test_layers_below_run_again_in_the_same_stretches():
+    """Those that ran chunk by chunk do so again, where nobody draws, and the rest together."""
+    model = tiny_model("qwen3", num_hidden_layers=4)
+    mlp = decoder_layers(model.get_decoder())[0].mlp
+    handle = mlp.register_forward_hook(lambda module, args, output: draw_in_stretch(output))
+    calls, _ = calls_in_step(model, 7 * CHUNK, 3, recompute_layers=4)
+    after = torch.rand(1)
+    handle.remove()
+    forward, again, keys = [CHUNK, 3 * CHUNK, *[CHUNK] * 3, *[CHUNK] * 3], [CHUNK] * 7, [CHUNK] * 6
+    assert calls == [*forward, *again, *keys, *[CHUNK] * 7]
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(6)[5:], after)  # five numbers, in the stretch that was tried
+
+
+def out_of_memory_in_stretch(module, args, output):
+    if output.shape[1] == 3 * CHUNK:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+@pytest.mark.parametrize("keep", ["input", "attention", "auto"])
+def test_memory_that_runs_out_in_a_stretch_is_answered_by_single_chunks(keep):
+    model = tiny_model("qwen3")
+    _, expected = calls_in_step(model, 6 * CHUNK, 1)
+    handle = decoder_layers(model.get_decoder())[0].mlp.register_forward_hook(out_of_memory_in_stretch)
+    calls, actual = calls_in_step(model, 6 * CHUNK, 3, keep=keep)
+    handle.remove()
+    assert calls[: 1 + 1 + 5] == [CHUNK, 3 * CHUNK, *[CHUNK] * 5] and max(calls[2:]) == CHUNK
+    assert_same_step(actual, expected, tolerance=1e-6)
+
+
+def test_ranks_do_not_run_chunks_once_more(monkeypatch):
+    """Other ranks would wait for what this one has sent already."""
+    model = tiny_model("qwen3")
+    decoder_layers(model.get_decoder())[0].mlp.register_forward_hook(out_of_memory_in_stretch)
+    monkeypatch.setattr("streamgrad.engine.forward.is_only_process", lambda: False)
+    with pytest.raises(torch.OutOfMemoryError):
+        calls_in_step(model, 6 * CHUNK, 3, keep="input")
+
+
+@pytest.mark.parametrize("keep", ["input", "attention"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral", "llama"])
+def test_guards_allow_what_a_stretch_rounds_otherwise(family, keep):
+    """As on a GPU, whose products of more tokens are summed in another order. On a CPU they are the same."""
+    model = tiny_model(family, dtype=torch.bfloat16, num_hidden_layers=6)
+    with SummedInAnotherOrder(CHUNK) as rounding:
+        calls, joined = calls_in_step(model, 9 * CHUNK, 4, keep=keep)
+    assert max(calls) == 4 * CHUNK and rounding.count
+    _, alone = calls_in_step(model, 9 * CHUNK, 1, keep=keep)
+    assert any(not torch.equal(gradient, alone.gradients[name]) for name, gradient in joined.gradients.items())
+    assert_same_step(joined, alone, tolerance=0.05)
 
 
 @pytest.mark.parametrize("kind", ["softcap", "dense", "eager", "bfloat16"])

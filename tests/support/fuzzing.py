@@ -19,7 +19,7 @@ import streamgrad
 from families import small_model
 from fuzz_cases import Case, is_meant
 from gradients import Step, assert_same_step, assert_step_as_exact_as_plain, no_float32
-from lora import with_lora
+from lora import inner_of, with_lora
 from streamgrad.engine.policy import LayerPolicy
 from streamgrad.hf.discover import decoder_layers
 from streamgrad.hf.step_plan import Planner
@@ -72,10 +72,6 @@ def freeze(model: nn.Module, case: Case) -> None:
         parameter.requires_grad_(parameter.requires_grad and stays)
     if not any(parameter.requires_grad for parameter in model.parameters()):  # as some norms have no weight
         decoder_layers(inner.get_decoder())[-1].requires_grad_(True)
-
-
-def inner_of(model: nn.Module) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 # --- batches -------------------------------------------------------------------------------------------------------------

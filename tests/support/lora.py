@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import peft
 import torch
+from torch import nn
 
 # Projections under the names that the families in tiny.py give them.
 _ATTENTION = r".*\.(q_proj|k_proj|v_proj|o_proj|qkv_proj|query_key_value|dense)"
@@ -23,3 +26,8 @@ def with_lora(model, *, targets: str | list[str] | None = None, dropout: float =
             if "lora_" in name:
                 parameter.data = (0.3 * torch.randn(parameter.shape, generator=generator)).to(dtype)
     return adapted
+
+
+def inner_of(model: nn.Module) -> Any:
+    """Return the model that may be inside of adapters."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -45,6 +45,7 @@ class StreamedCall:
     uncut: Sequence[tuple[int, int]] = ()  # inside of which tokens see later ones
     token_inputs: Sequence[Tensor] = ()  # beside hidden states, (B, T, ...) each; `run` cuts them, or takes `chunk.token_inputs`
     chunks_at_once: int = 1  # that may run forward together
+    stretch_sizes: Sequence[int] = ()  # how many chunks did so, one after the other, once the layer has run forward
     may_join: Callable[[int, int], bool] = lambda start, stop: True  # whether such tokens can attend without a mask of all scores
     sharing: SequenceSharing = ALONE
     adapters: AdapterFacts = NO_ADAPTERS

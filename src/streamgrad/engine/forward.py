@@ -1,18 +1,19 @@
-"""Runs a layer forward: chunk after chunk without a graph, and again up to the keys.
+"""Runs a layer forward, chunk after chunk without a graph; before backward, up to the keys again where these were not kept.
 
     out[:, a:b] = layer(h[:, a:b], keys and values of [0, b))
 
-Backward takes one chunk at a time. Forward may take several that lie next to each other, a stretch, in one call of the layer: it
-holds no graph, and a plan says how many chunks need no more memory than backward does (`memory.costs.chunks_in_forward`). What
-belongs to a chunk is then cut out of what its stretch gave. A chunk that draws random numbers runs alone, as backward draws them
-again for each chunk; so does one whose attention holds a score or a mask for every key.
+Forward may run several neighbouring chunks, a *stretch*, in one call of the layer, because it holds no graph. The plan says how
+many need no more memory than the backward of one chunk (`memory.costs.chunks_in_forward`). The results are then cut into chunks.
+A chunk runs alone if it draws random numbers, which backward must draw again chunk by chunk, if the layer chooses by values
+(`engine.choices`), if its attention holds a score or a mask for every key, or after memory has run out in a stretch. What runs
+chunks forward again, for keys or for the input of a layer above, runs them in the same stretches.
 
 Shapes: B batch, T sequence, L chunk or stretch, E model width, H query heads, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from streamgrad.engine.guards import BuffersInForward, RerunGuard, check_leaves
 from streamgrad.engine.kv_chunk import Attended, Chunk, KeyValueStream, StopAfterWrite
 from streamgrad.engine.replay import RandomTape
 from streamgrad.engine.saved import Reader, Saved
+from streamgrad.engine.shortage import is_only_process
 from streamgrad.engine.trial import Span, Trial
 from streamgrad.engine.unread import UnreadProducts
 from streamgrad.ops.memory_label import labelled, memory_label
@@ -49,10 +51,15 @@ class Stretch:
         return [Stretch(self.first + place, [span]) for place, span in enumerate(self.spans)]
 
 
-def stretches(spans: Sequence[Span], most: int) -> list[Stretch]:
-    """Return the chunks in stretches of at most `most`. The first runs alone, and shows whether chunks draw random numbers."""
-    first = [Stretch(0, spans[:1])] if spans else []
-    return first + [Stretch(place, spans[place : place + most]) for place in range(1, len(spans), most)]
+def stretches(spans: Sequence[Span], sizes: Iterable[int]) -> list[Stretch]:
+    """Return the chunks in stretches of these sizes, of which the last may have fewer."""
+    found: list[Stretch] = []
+    first = 0
+    for size in sizes:
+        if first < len(spans):
+            found.append(Stretch(first, spans[first : first + size]))
+        first += size
+    return found
 
 
 @labelled("activations")
@@ -81,43 +88,63 @@ class _ForwardPass:
     drawing: Drawing
     guard: RerunGuard | None
     kept: Saved | None
-    holds_scores: bool = False  # whether a chunk's attention has
+    one_by_one: bool = False  # whether chunks run alone from now on
 
     def run(self, spans: Sequence[Span], trial: Trial | None) -> list[Tensor]:
         """Return hidden states, and what was recorded, of the whole sequence."""
-        call, h_BTE, outputs_BT = self.call, self.h_BTE, list[Tensor]()
+        call, h_BTE, outputs_BT, ran = self.call, self.h_BTE, list[Tensor](), list[int]()
         buffers = BuffersInForward(call.modules)
         unread = UnreadProducts(call.layer, call.tokens_at_once(h_BTE.shape), h_BTE.device.type)
-        for planned in stretches(spans, call.chunks_at_once):
+        # The first chunk runs alone, and shows whether chunks have to.
+        for planned in stretches(spans, call.stretch_sizes or [1] + [call.chunks_at_once] * len(spans)):
             for stretch, out_BLE, chunk in self._run(planned):
                 chunk.check_finished()
                 check_leaves(out_BLE, [], call.name)
                 buffers.check()
                 if stretch.first == 0 and trial is not None:
-                    trial(h_BTE)
+                    self.one_by_one |= not trial(h_BTE)
                 self._note(stretch, out_BLE, chunk, combined=unread.may_be_left_out)
+                ran.append(len(stretch.spans))
                 made = [out_BLE, *chunk.recorded]
                 start, stop = stretch.span
                 if stop - start == h_BTE.shape[1]:
-                    return made
+                    outputs_BT = made
+                    break
                 if not outputs_BT:
                     # Not empty_like(h): under autocast a layer's output may have another dtype than its input.
                     with memory_label("hidden states"):
                         outputs_BT += [part.new_empty(*h_BTE.shape[:2], *part.shape[2:]) for part in made]
                 for whole, part in zip(outputs_BT, made, strict=True):
                     whole[:, start:stop] = part
+                del out_BLE, chunk, made, part  # before the next chunks run
+        call.stretch_sizes = ran
         return outputs_BT
 
-    def _run(self, stretch: Stretch) -> Iterable[_Ran]:
-        """Run the chunks of a stretch together, or one by one where they must be alone."""
-        if len(stretch.spans) == 1:
-            return [self._run_together(stretch)]
-        if not (self.tape.has_draws or self.holds_scores) and self.call.may_join(*stretch.span):
-            found = self._run_together(stretch)
-            if not self.tape.has_draws:
-                return [found]
-            self.tape.forget(stretch.first)  # it has drawn as no chunk before it
-        return map(self._run_together, stretch.apart)
+    def _run(self, stretch: Stretch) -> Iterator[_Ran]:
+        """Run the chunks of a stretch together, or one by one where they must be alone; no result is held here."""
+        if len(stretch.spans) > 1 and (self.call.stretch_sizes or self._may_join(stretch)):
+            found = self._tried_together(stretch)
+            if found:
+                yield found.pop()
+                return
+        for alone in stretch.apart:
+            yield self._run_together(alone)
+
+    def _may_join(self, stretch: Stretch) -> bool:
+        return not (self.one_by_one or self.tape.has_draws) and self.call.may_join(*stretch.span)
+
+    def _tried_together(self, stretch: Stretch) -> list[_Ran]:
+        """Return what the chunks gave together; nothing where they have to run once more, one by one."""
+        try:
+            ran = self._run_together(stretch)
+        except torch.OutOfMemoryError:
+            if not is_only_process():
+                raise
+            ran = None
+        if ran is not None and not self.tape.forget(stretch.first):  # it has not drawn, as no chunk before it
+            return [ran]
+        self.one_by_one = True
+        return []
 
     def _run_together(self, stretch: Stretch) -> _Ran:
         start, stop = stretch.span
@@ -127,7 +154,7 @@ class _ForwardPass:
             chunk.ends = [last - start - 1 for _, last in stretch.spans]
         with self.drawing(stretch.first):
             out_BLE = self.call.run(self.h_BTE[:, start:stop], chunk)
-        self.holds_scores |= chunk.holds_scores
+        self.one_by_one |= chunk.holds_scores
         return stretch, out_BLE, chunk
 
     def _note(self, stretch: Stretch, out_BLE: Tensor, chunk: Chunk, *, combined: bool) -> None:
@@ -166,14 +193,13 @@ def restored_stream(call: StreamedCall, tape: RandomTape, reader: Reader, length
         for start, stop in spans:
             call.chunk((start, stop), stream).gather(*(tensor[:, :, each * start : each * stop] for tensor in kept))
         return stream
-    restored = call.restored(length)
-    if tape.has_draws or call.chunks_at_once == 1:
-        runs = [Stretch(index, [spans[index]]) for index in restored]
-    else:
-        runs = stretches([spans[index] for index in restored], call.chunks_at_once)
-    for stretch in runs:
-        with torch.no_grad(), tape.replaying(stretch.first):
-            _write_keys(call, reader.inputs(stretch.first, len(stretch.spans)), stretch.span, stream)
+    restored = set(call.restored(length))
+    for stretch in stretches(spans, call.stretch_sizes):  # as in forward, so that keys are the same
+        parts = [span for index, span in enumerate(stretch.spans, stretch.first) if index in restored]
+        if parts:
+            again = Stretch(stretch.first, parts)
+            with torch.no_grad(), tape.replaying(again.first):
+                _write_keys(call, reader.inputs(again.first, len(parts)), again.span, stream)
     return stream
 
 

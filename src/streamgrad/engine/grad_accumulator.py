@@ -217,16 +217,16 @@ def _product(accumulator: GradAccumulator | None, hidden: Tensor, weight: Tensor
     if label is not None:
         of_one_dtype = weight.dtype is hidden.dtype and (bias is None or bias.dtype is hidden.dtype)
         # Operands of several dtypes are refused by torch where the product is called.
-        label = label if of_one_dtype and rounds_alike(hidden.dtype) else None
+        label = label if of_one_dtype and may_be_deferred(hidden.dtype) else None
     if torch.is_grad_enabled():
         return _Product.apply(accumulator, hidden, weight, bias, label)
     return F.linear(hidden, weight, bias) if label is None else Deferred.product(hidden, weight, bias, label=label)
 
 
-def rounds_alike(dtype: torch.dtype) -> bool:
-    """Return whether products in `dtype` of few tokens and of many differ by no more than what guards allow.
+def may_be_deferred(dtype: torch.dtype) -> bool:
+    """Return whether a product in `dtype` may be computed later, of its tokens or of sums of them.
 
-    Not in float32: where TF32 is allowed, one of them may be computed in it and the other not.
+    Not in float32: where TF32 is allowed, a product of few tokens differs from that of many by what guards take for a change.
     """
     return dtype is not torch.float32
 

@@ -81,9 +81,9 @@ class RandomTape:
             finally:
                 self._set_state(resume)
 
-    def forget(self, chunk_index: int) -> None:
-        """Forget that the chunk drew. The generators stay where they are: another thread may have drawn as well."""
-        del self._states[chunk_index]
+    def forget(self, chunk_index: int) -> bool:
+        """Return whether the chunk drew, and forget it. The generators stay where they are: another thread may have drawn too."""
+        return self._states.pop(chunk_index, None) is not None
 
     def _state(self) -> tuple[Tensor, ...]:
         on_cpu = torch.default_generator.get_state()

@@ -17,6 +17,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
+def is_only_process() -> bool:
+    """Return whether no other rank may wait for this one, so that it may run something once more in another way."""
+    return not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+
+
 @contextmanager
 def naming_shortage(told: Callable[[], str]) -> Iterator[None]:
     """Add `told()` to torch's error if memory runs out within the block, unless a block inside has already done so."""

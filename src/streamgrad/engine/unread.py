@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _module
 
 from streamgrad.engine.four_bit_maps import four_bit_product, is_four_bit_linear
-from streamgrad.engine.grad_accumulator import GradAccumulator, linear, rounds_alike
+from streamgrad.engine.grad_accumulator import GradAccumulator, linear, may_be_deferred
 from streamgrad.engine.linear_maps import is_plain_linear, is_watched
 from streamgrad.engine.temporary import temporary_attributes
 from streamgrad.ops.deferred import Deferred
@@ -80,7 +80,7 @@ class UnreadProducts:
         out: Tensor = type(module).forward(module, *args, **kwargs)
         if torch.compiler.is_compiling() or self._made is None:
             return out
-        if out.grad_fn is not None and rounds_alike(out.dtype):
+        if out.grad_fn is not None and may_be_deferred(out.dtype):
             self._made[out.grad_fn] = module
         return out
 
@@ -108,7 +108,7 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Tensor:
     input, product = args[0] if args else None, None
     if type(input) is Tensor and input.dim() > 1 and not torch.compiler.is_compiling():
         if type(module) is not nn.Linear:
-            product = four_bit_product(module, input, label=module) if rounds_alike(input.dtype) else None
+            product = four_bit_product(module, input, label=module) if may_be_deferred(input.dtype) else None
         elif type(module.weight) in (Tensor, nn.Parameter, GradAccumulator) and not input.is_complex():
             product = linear(input, module.weight, module.bias, label=module)
     return type(module).forward(module, *args, **kwargs) if product is None else product

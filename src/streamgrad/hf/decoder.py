@@ -33,7 +33,7 @@ from streamgrad.engine.module_walk import modules_of, parameters_by_depth, param
 from streamgrad.engine.recurrent_chunk import RecurrentCall
 from streamgrad.engine.replay import DRAWING
 from streamgrad.engine.segment import Joint
-from streamgrad.engine.shortage import naming_shortage
+from streamgrad.engine.shortage import is_only_process, naming_shortage
 from streamgrad.engine.temporary import temporary_attributes
 from streamgrad.engine.trial import identity
 from streamgrad.hf.call_checks import drop_cache, own_token_arguments, refuse_what_needs_whole_layers
@@ -170,13 +170,12 @@ def _streamed_or_again(decoder: Any, stock: Callable[..., Any], stream: DecoderS
 
     No gradient is touched in forward, so nothing is left of the first run. Ranks do not do so: the others would wait.
     """
-    alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
     for is_last in (False, True):
         try:
             return _streamed(decoder, stock, stream, sequences)
         except torch.OutOfMemoryError as error:
             planned = stream.planner.note_shortage()
-            if is_last or stream.config.keep != "auto" or not alone or not torch.is_grad_enabled():
+            if is_last or stream.config.keep != "auto" or not is_only_process() or not torch.is_grad_enabled():
                 error.args = (f"{error} {planned}".rstrip(),)
                 raise
             message = f"streamgrad: the forward pass is run once more. {planned} {error}"

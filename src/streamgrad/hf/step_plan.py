@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from streamgrad.attention.backends import Kernels
 from streamgrad.config import StreamConfig
-from streamgrad.engine.grad_accumulator import rounds_alike
 from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.module_walk import parameters_of
 from streamgrad.engine.policy import LayerPolicy
 from streamgrad.engine.replay import as_autocast
+from streamgrad.engine.shortage import is_out_of_memory
 from streamgrad.engine.ulysses import SequenceSharing
 from streamgrad.hf.discover import decoder_layers
 from streamgrad.hf.sharded import StatesToCome, device_at_work
@@ -146,10 +146,10 @@ class Planner:
         for sample in samples:
             try:
                 kinds[kind_of_layer(sample.layer)] = self._measured(sample, backends, h_BTE, sharing)
-            except torch.OutOfMemoryError:
-                raise
-            except (RuntimeError, LookupError, SeamError) as error:  # where its kind is called with arguments of its own
-                if not kinds and self._must_decide:
+            except Exception as error:
+                # Where its kind is called with arguments of its own, or where nothing has to be decided by its costs.
+                expected = isinstance(error, RuntimeError | LookupError | SeamError) and not is_out_of_memory(error)
+                if self._must_decide and not (kinds and expected):
                     raise
                 logger.debug("streamgrad: %s is not measured: %s", type(sample.layer).__name__, error)
                 if not kinds:
@@ -285,12 +285,13 @@ class Planner:
 def _with_joined_chunks(plan: Plan, step: Step, measured: Container[Hashable], call: PlannedCall) -> Plan:
     """Return the plan with how many chunks of each layer run forward together: one, if a kind of layer was not `measured`.
 
-    One on a CPU too, where launches cost little, and where ranks share out their tokens by chunks.
+    One on a CPU too, where launches cost little, where ranks share out their tokens by chunks, and in 32 bits: products of few
+    tokens and of many differ by more than guards allow there, where some are in TF32 or in 16 bits.
     """
     each = list(zip(plan.policies, plan.chunk_sizes, strict=True))
     if all(policy.keep == "all" or size >= step.shape.sequence for policy, size in each):
         return plan
-    if not call.on_cuda or call.sharing.ranks > 1 or not rounds_alike(as_autocast(call.h_BTE[:0]).dtype):
+    if not call.on_cuda or call.sharing.ranks > 1 or as_autocast(call.h_BTE[:0]).dtype.itemsize != 2:
         return plan
     if not step.costs.forward or any(kind_of_layer(layer) not in measured for layer in decoder_layers(call.decoder)):
         return plan

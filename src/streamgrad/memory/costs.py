@@ -263,7 +263,7 @@ def chunks_in_forward(costs: LayerCosts, shape: Shape, policy: LayerPolicy, chun
         held = layer_phases(costs, shape, LayerPolicy(policy.keep, on_host), chunk_size).values()
         around = tokens * ((3 if on_host else 2) * costs.input + costs.keys_and_values) + costs.weights
         room = min(room, (max(sum(parts.values()) for parts in held) - around) / work)
-    return 1 << max(0, int(room / chunk).bit_length() - 1)
+    return 1 << max(1, int(room / chunk)).bit_length() - 1
 
 
 def _attention_terms(costs: LayerCosts, shape: Shape, chunk: int, made: float) -> Parts:

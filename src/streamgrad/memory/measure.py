@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamgrad.engine.kv_chunk import Chunk
 from streamgrad.engine.module_walk import trainable_parameters
@@ -27,16 +26,6 @@ from streamgrad.ops.accumulate import accumulator_dtype
 from streamgrad.ops.autograd import as_saved, own_graph
 
 PROBED_TOKENS = 256
-
-aten = torch.ops.aten
-# What may give quite another result where a value is a little larger, as routers choose experts, or where a program reads it,
-# or scales all tokens by the largest, as products in 8 bits do. Indexing by conditions does too.
-_CHOOSING = {
-    aten.topk, aten.sort, aten.argmax, aten.argmin, aten.max, aten.min, aten.kthvalue, aten.nonzero, aten.masked_select,
-    aten.searchsorted, aten.bucketize, aten.amax, aten.amin, aten._int_mm, aten._scaled_mm, aten.sign, aten.round,
-    aten._local_scalar_dense,
-}  # fmt: skip
-_COMPARING = {aten.gt, aten.ge, aten.lt, aten.le}
 
 
 def measured_costs(
@@ -101,7 +90,7 @@ class _Counted:
     saved: int  # by the graph, beside its input and the layer's weights
     at_attention: int  # alive when attention's backward had run
     timeline: tuple[int, ...]  # alive after each tensor that was made on the way
-    forward: tuple[int, ...]  # the same without a graph; empty where chunks must run forward one by one
+    forward: tuple[int, ...]  # the same without a graph; empty for a layer with states
 
     def less(self, other: _Counted) -> _Counted:
         counts = {name: max(0, n - getattr(other, name)) for name, n in vars(self).items() if isinstance(n, int)}
@@ -140,24 +129,6 @@ class _Timeline(LiveBytes):
         self.timeline.append(self.live_bytes)
 
 
-class _Choices(TorchDispatchMode):
-    """Notes whether something is chosen by values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made = False
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        operator = function.overloadpacket
-        indices = args[1] if operator in (aten.index, aten.index_put, aten.index_put_) else ()
-        by_condition = any(index is not None and index.dtype == torch.bool for index in indices)
-        by_size = operator in _COMPARING and args[0].is_floating_point()
-        self.made |= by_condition or by_size or operator in _CHOOSING or "int8" in function.name()
-        return function(*args, **(kwargs or {}))
-
-
 class _WatchedStream(RecurrentStream):
     """A stream longer than its chunk, as in a sequence of chunks, that notes what is alive when gradients are deposited."""
 
@@ -188,8 +159,7 @@ class _Trial:
     def __call__(self, h_BLE: Tensor) -> _Counted:
         """Count in runs of their own: the hook that counts what is saved also keeps it alive longer, which would raise the peak.
 
-        Forward without a graph is not counted for a layer with states, nor for one that chooses by values: their chunks run
-        forward one by one.
+        Forward without a graph is not counted for a layer with states: its chunks run forward one by one.
         """
         h_BLE = h_BLE.detach().clone().requires_grad_()
         autocast = Autocast(h_BLE.device.type)
@@ -238,14 +208,10 @@ class _Trial:
 
     @torch.no_grad()
     def _alive_in_forward(self, h_BLE: Tensor) -> tuple[int, ...]:
-        """Return the live bytes after each birth; none for a layer that chooses by values.
-
-        A router that has run over several chunks may send a token to another expert than in the re-run of one: their products
-        round in another way.
-        """
-        with _Choices() as choices, _Timeline() as live:
+        """Return the live bytes after each birth in a run without a graph."""
+        with _Timeline() as live:
             self.run(h_BLE.detach(), self._chunk(h_BLE, live))
-        return () if choices.made else tuple(live.timeline)
+        return tuple(live.timeline)
 
     def _chunk(self, h_BLE: Tensor, live: LiveBytes) -> Any:
         length = h_BLE.shape[1]
