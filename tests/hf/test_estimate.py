@@ -157,11 +157,11 @@ def test_weights_on_the_host_are_planned_as_fsdp2_has_them():
 
 
 def test_small_chunks_take_as_long_as_their_launches():
-    """A card that holds only small ones: time is what their launches take, and not what their products do."""
+    """A card that holds only small ones: time is what their launches take, of which many share those of forward."""
     crowded = streamgrad.estimate("gemma-3-1b", method="lora", gpu_memory="4GiB", optimizer="none").streamed
     parts = crowded.seconds
     chunks = sum(-(-crowded.longest_tokens // size) for size in crowded.plan.chunk_sizes)
-    assert parts.total == parts.launches == pytest.approx(5.4e-3 * chunks)
+    assert parts.total == parts.launches and 3.9e-3 * chunks < parts.launches < 4.3e-3 * chunks
     assert parts.launches > parts.attention + parts.layers + parts.head
     roomy = streamgrad.estimate("qwen3-8b", 65_536, optimizer="none", gpu_memory="140GiB").streamed.seconds
     assert roomy.total == roomy.attention + roomy.layers + roomy.head > roomy.launches > 0

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from streamgrad.engine.policy import LayerPolicy
-from streamgrad.memory.costs import LayerProfile, ModelShape
+from streamgrad.memory.costs import LayerProfile, ModelShape, chunks_in_forward
 from streamgrad.memory.phases import Workload
 
-# Seconds to launch the kernels of one chunk of one layer, forward and backward: the least that was seen (docs/performance.md). A
-# layer that keeps everything has one chunk, and does not run it again.
-_CHUNK_LAUNCHES, _KEPT_LAUNCHES = 5.4e-3, 4.0e-3
+# Seconds to launch the kernels of one layer, the least that was seen (docs/performance.md): forward for chunks that run together,
+# the re-run of a chunk and its backward, and both for a layer that keeps everything, which has one chunk and does not run it again.
+_FORWARD_LAUNCHES, _BACKWARD_LAUNCHES, _KEPT_LAUNCHES = 1.5e-3, 3.9e-3, 4.0e-3
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,9 @@ def streamed_seconds(
     reference: bool,
 ) -> Seconds:
     """Return the time of a streamed step: layers run forward again unless all is kept, attention only where it is not kept."""
-    profile, again, attention_again = load.shape.profile, 0.0, 0
+    profile, again, attention_again, launches = load.shape.profile, 0.0, 0, 0.0
     for (keep, size), count in Counter((policy.keep, size) for policy, size in zip(policies, chunk_sizes, strict=True)).items():
+        launches += count * _launches(load, LayerPolicy(keep), size)
         if keep != "all":
             # Keys of all chunks but the last come first, where they are not kept.
             before_last = (load.sequence - 1) // size * size / load.sequence if keep == "input" else 0.0
@@ -89,11 +90,17 @@ def streamed_seconds(
     rerun = sum(policy.recomputed for policy in policies)
     again, attention_again = again + rerun * profile.forward_flops, attention_again + rerun
     seconds = _seconds(load, profile, again, attention_again / load.shape.layers, rates, head_products, reference)
-    launches = sum(
-        _KEPT_LAUNCHES if policy.keep == "all" else _CHUNK_LAUNCHES * math.ceil(load.sequence / size)
-        for policy, size in zip(policies, chunk_sizes, strict=True)
-    )
     return replace(seconds, launches=launches)
+
+
+def _launches(load: Workload, policy: LayerPolicy, chunk_size: int) -> float:
+    """Return the time that a program takes to launch the kernels of one layer."""
+    if policy.keep == "all":
+        return _KEPT_LAUNCHES
+    chunks = math.ceil(load.sequence / chunk_size)
+    together = chunks_in_forward(load.shape.profile.costs, load.batch, policy, chunk_size)
+    stretches = 1 + math.ceil((chunks - 1) / together)  # the first chunk runs alone
+    return _FORWARD_LAUNCHES * stretches + _BACKWARD_LAUNCHES * chunks
 
 
 def checkpointing_seconds(load: Workload, rates: Rates, *, head_products: int, reference: bool) -> Seconds:
