@@ -98,7 +98,15 @@ def speed_table(records: Records, lengths: Sequence[int] | None = None) -> str:
                 *_beside(point, best_within(beside, point.allowed_bytes), among if whole else ""),
                 *(_beside(point, beside[0], among) if whole else ("-", "-")),
             ])  # fmt: skip
-    header = ["tokens", "memory given", "streamgrad", "fastest peer in no more memory", "gain", "fastest peer of all", "gain"]
+    header = [
+        "tokens",
+        "memory given",
+        "streamgrad",
+        "fastest peer in no more memory",
+        "speed-up",
+        "fastest peer of all",
+        "speed-up",
+    ]
     return markdown_table(header, rows)
 
 

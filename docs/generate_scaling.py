@@ -59,8 +59,8 @@ PUBLISHED_COLUMNS = (
     "published by", "model", "GPUs", "tokens", "measured there", "here: seconds, at least", "GPU", "node's host", "longest",
 )  # fmt: skip
 TAIL = """
-Theirs are measured, on H100s with 80 GB; ours are what ZeRO-3 and `plan` say for as many tokens on as many GPUs. A plan takes the
-memory that there is to compute less again, so its bytes are no lower limit.
+Theirs are measured, on H100s with 80 GB; streamgrad's are what ZeRO-3 and `plan` say for as many tokens on as many GPUs. A plan
+takes the memory that there is to compute less again, so its bytes are no lower limit.
 
 ## What this rests on
 

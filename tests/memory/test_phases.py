@@ -31,7 +31,11 @@ def shape_of(preset: str, *, layers: int | None, lora_rank: int | None) -> Model
 
 
 def records() -> list[dict]:
-    lines = [line for name in ("memory", "max_length", "step", "partition") for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+    lines = [
+        line
+        for name in ("memory", "max_length", "step", "partition")
+        for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()
+    ]
     return [json.loads(line) for line in lines]
 
 

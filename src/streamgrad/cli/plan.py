@@ -79,9 +79,10 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of a table.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also draw the report into this file.", callback=writable_file)] = None,
 ) -> None:
-    """Show what a training step will hold and take, from the configuration alone, without weights or a GPU.
+    """Show the memory and time that a training step will need, from the configuration alone, without weights or a GPU.
 
-    Exits with 0 whether the step fits or not, and with 1 for a model that cannot be streamed.
+    Exits with 0 whether the step fits or not, and with 1 for a model that cannot be streamed, an option that makes no sense, or
+    --max where nothing fits.
 
     **Examples**
 

@@ -5,8 +5,8 @@
 Forward may run several neighbouring chunks, a *stretch*, in one call of the layer, because it holds no graph. The plan says how
 many need no more memory than the backward of one chunk (`memory.costs.chunks_in_forward`). The results are then cut into chunks.
 A chunk runs alone if it draws random numbers, which backward must draw again chunk by chunk, if the layer chooses by values
-(`engine.choices`), if its attention holds a score or a mask for every key, or after memory has run out in a stretch. What runs
-chunks forward again, for keys or for the input of a layer above, runs them in the same stretches.
+(`engine.value_choices`), if its attention holds a score or a mask for every key, or after memory has run out in a stretch. What
+runs chunks forward again, for keys or for the input of a layer above, runs them in the same stretches.
 
 Shapes: B batch, T sequence, L chunk or stretch, E model width, H query heads, D head size.
 """

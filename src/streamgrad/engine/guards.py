@@ -67,8 +67,9 @@ class RerunGuard:
     def note(self, out_BLE: Tensor, others: Sequence[Tensor] = (), *, combined: bool = False) -> None:
         """Keep the last token of a chunk's output, which depends on nearly everything that the layer reads, and the norm of all.
 
-        `others` are of the last token too: what the output does not depend on in a re-run, which is given a part of it. A sum of
-        all tokens is kept if they are to be `combined`: it can be had of an output that is not computed.
+        `others` are more tensors of the last token: queries, keys and values, which the output of a re-run does not depend on
+        where it is given the attention output that was kept. With `combined`, a weighted sum of all tokens is kept too: it can be
+        computed of an output that is deferred.
         """
         summary = _summary(out_BLE) | dict(enumerate(others))
         if combined and out_BLE.dim() == 3:
@@ -297,9 +298,10 @@ def check_reads(out: Tensor, modules: Sequence[nn.Module], h: Tensor, others: Se
 
 
 def keeps_a_loss(out: Tensor, modules: Sequence[nn.Module], h: Tensor, others: Sequence[Tensor]) -> bool:
-    """Return whether a run, which made `out` of its input `h` and `others`, has left on a module what may be made a loss of.
+    """Return whether a run, which made `out` of its input `h` and `others`, left a tensor on a module that a loss could use.
 
-    That is a tensor made of `h`, or one made of the others alone that is no part of `out`. A normed weight is a part of it.
+    That is one made of `h`, or one made of `others` alone that is not in the graph of `out`, as a weight that is normed in every
+    call is.
     """
     for tensor in _stored_tensors(modules):
         leaves = set(map(id, _leaves_of(tensor)))

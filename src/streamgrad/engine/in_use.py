@@ -1,7 +1,7 @@
-"""One caller at a time for a model whose layers are changed while they run.
+"""Refuses a second caller of a model while its layers are changed.
 
-A streamed call replaces `forward` of layers, and their backward replaces parameters, for as long as they run. A second call in
-that time, from another thread or from a hook of the first, would run what the first has put there.
+A streamed call replaces the `forward` of layers, and its backward replaces their parameters, until it ends. A call from another
+thread, or from a hook of the first call, would run these replacements.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a linear map is torch's own, and who is given its output beside its caller: hooks and function modes."""
+"""Returns whether a module is an unmodified linear map of torch, and whether hooks or function modes see its output too."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What one layer keeps between forward and backward, on the device or in host memory.
+"""Stores what one layer keeps between forward and backward, on the device or in host memory.
 
-Its input is always kept; with attention, so are keys and values of the whole sequence and each chunk's attention output and
-log-sum-exp. On the host everything lies chunk by chunk, so that backward holds only the chunk at work and the next one.
+That is its input and, with `keep="attention"`, also the keys and values of the whole sequence and each chunk's attention output
+and log-sum-exp. On the host everything lies chunk by chunk, so that backward holds only the chunk at work and the next one.
+Layers whose input is made again keep nothing (`engine.segment`).
 
 Shapes: B batch, T sequence, L chunk, E model width.
 """

@@ -1,4 +1,6 @@
-"""Segments: layers of which only the first keeps its input, where neither the device nor the host can keep every layer's.
+"""Runs segments of layers again in backward: only the first layer of a segment keeps its input.
+
+This is for steps whose layers' inputs fit neither the device nor the host.
 
     h_1 = layer_0(h_0), h_2 = layer_1(h_1), ...          h_0 alone is kept from forward to backward
 
@@ -6,8 +8,8 @@ Backward of the last layer runs the layers before it forward once more, with the
 each of them would have kept. Then all go backward one by one, as ever. Each layer stays an autograd node of its own, so engines,
 hooks and outputs between layers see no difference.
 
-A layer belongs to the segment of the one below only if its input is that layer's output, unchanged. Whatever comes between two
-layers (images' features that are added, a hook, another device) lets the upper one keep its input.
+A layer belongs to the segment of the one below only if its input is that layer's output, unchanged. If anything changes the
+hidden states between two layers (image features that are added, a hook, another device), the upper layer keeps its own input.
 
 Shapes: B batch, T sequence, E model width.
 """

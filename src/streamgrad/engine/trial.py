@@ -33,12 +33,12 @@ from torch.nn.modules import module as _module
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from streamgrad.engine.choices import Choices
 from streamgrad.engine.grad_accumulator import stand_in, swapped_parameters
 from streamgrad.engine.guards import AdapterFacts, check_leaves, keeps_a_loss
 from streamgrad.engine.kv_chunk import Chunk, SeamError
 from streamgrad.engine.module_walk import buffers_in, modules_of, parameters_in
 from streamgrad.engine.replay import DRAWING, Autocast, RandomTape
+from streamgrad.engine.value_choices import ValueChoices
 from streamgrad.ops.autograd import own_graph
 
 Span = tuple[int, int]
@@ -127,7 +127,7 @@ class Trial:
             _unchanged_buffers(modules),
             contextlib.ExitStack() as quiet,
         ):
-            choices = Choices()
+            choices = ValueChoices()
             try:
                 # Without dropout, whose draws differ from chunk to chunk; in training mode otherwise, as far as that is possible.
                 for silenced in ([module for module in modules if isinstance(module, _DropoutNd)], modules):
@@ -142,7 +142,7 @@ class Trial:
             _PASSED[layer] = [*passed_before[-7:], (contents, choices.made)]
         return passed and not choices.made
 
-    def _draws(self, h_BNE: Tensor, devices: Sequence[torch.device], choices: Choices) -> bool:
+    def _draws(self, h_BNE: Tensor, devices: Sequence[torch.device], choices: ValueChoices) -> bool:
         """Return whether random numbers are drawn from torch, and note `choices`; raise where they are drawn from elsewhere."""
         tape, pythons = RandomTape(devices), random.getstate()
         with torch.no_grad(), tape.recording(0), choices:

@@ -69,7 +69,7 @@ class SequenceSharing:
         return None
 
     def sum_over_ring(self, start: int, stop: int, sums: Callable[[int, int], Sequence[Tensor]]) -> Arriving | None:
-        """Start to add up what ranks owe to the keys and values of a chunk, `sums` on each; None where this rank's are all."""
+        """Start to sum the gradients of a chunk's keys and values over a ring; `sums` gives this rank's. None without a ring."""
         return None
 
     def kept_keys(self, length: int, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -1,11 +1,11 @@
-"""Products that nothing reads: a layer's last one, which a re-run in backward therefore leaves out.
+"""Leaves out, where backward runs a layer again, the matrix product whose values nothing reads: the layer's last one.
 
     out = hidden + down(x)
 
-Backward needs the graph of this sum, and `x`. It needs no value of `down(x)`, a quarter of a layer's products. Which linear maps
-those are is found out and not looked up: the graph of a layer's first re-run tells which products its output is a sum of. In
-later re-runs these are `Deferred`, and computed where they are read; one that is read is deferred no more. No other product ever
-is: code of a layer may hand it to a kernel that takes its address. Forward is as ever, but notes more of its output (`guards`).
+Backward needs the graph of this sum, and `x`, but not the values of `down(x)`, a quarter of a layer's products. The graph of the
+layer's first re-run shows which products its output is a sum of. Later re-runs make these `Deferred`: they are computed only if
+something reads them, and one that was read is computed at once from then on. Other products are never deferred, because a layer's
+code may pass their address to a kernel. Forward computes everything, and notes more of its output to compare (`guards`).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _maps(modules: Iterable[nn.Module]) -> list[_Map]:
 
 
 def _terms(out: Tensor, made: dict[Any, nn.Module]) -> list[nn.Module]:
-    """Return the maps among those that `made` products, by their nodes, of which, or of copies of which, `out` is a sum."""
+    """Return the linear maps whose products `out` is a sum of, directly or through copies; `made` has the map of each node."""
     nodes, found = [out.grad_fn], []
     seen = set(nodes)
     for node in nodes:  # which grow on the way

@@ -1,4 +1,4 @@
-"""In words, what the numbers of a report depend on and a user may have otherwise."""
+"""Returns, as text, the assumptions behind a report's numbers that may not hold for a user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other places for optimizer, gradients and weights would save: `streamgrad plan` says it below its table."""
+"""Returns what other places for optimizer, gradients and weights would save; `streamgrad plan` prints it below its table."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Experts of transformers with the parts around their matrix products fused (`ops.experts`); the products stay transformers' own.
 
 Experts are recognised by how transformers calls them: a forward that hands over to `grouped_mm_experts_forward`, for weights
-with a gate, without biases, and with a gate that is transformers' default. That function may read no name that was unknown when
-this was written: a release that gives experts one more property runs as it is, until the property is known here.
+with a gate, without biases, and with a gate that is transformers' default. All names that this
+function reads have to be among those known here: if a release of transformers reads another one, its experts run unfused.
 """
 
 from __future__ import annotations

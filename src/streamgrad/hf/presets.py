@@ -1,4 +1,4 @@
-"""What can be said of a model's name before transformers is imported, which takes seconds."""
+"""Looks a model's name up in the presets, without importing transformers, which takes seconds."""
 
 from __future__ import annotations
 

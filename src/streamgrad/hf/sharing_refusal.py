@@ -3,8 +3,8 @@
     decoder(a row in which three rows share their beginning)  =  decoder(the three rows)          token by token
 
 Inside of layers, tokens meet in attention only (`engine.trial`). What is around the layers is the model's own code, and hooks: an
-embedding of pairs of tokens, positions that are counted anew, a mean over the row. No list of names can tell, so the decoder is
-run, and the rows by the stock code.
+embedding of pairs of tokens, positions that are counted anew, a mean over the row. No list of names can find
+these. So the decoder is run on the shared row, the stock code on the separate rows, and the results are compared.
 
 Shapes: R rows of the trial, T their length, P tokens that they share, N tokens of the shared row, E model width.
 """

@@ -1,7 +1,7 @@
-"""What a step is planned by: the bytes that are held before it, and those that backward will leave.
+"""Returns the facts that a step is planned by: the bytes held before it, and the bytes that backward will leave.
 
-facts = step_facts(call, costs, resident, budget, hooks_free=False)     of a decoder call
-with head_known_to_decoder(model, head, tokens=n, config=config):       its head's
+facts = step_facts(call, costs, resident, budget, hooks_free=False)     of the layers of one decoder call
+with head_known_to_decoder(model, head, tokens=n, config=config):       those of the head, within the block
 """
 
 from __future__ import annotations

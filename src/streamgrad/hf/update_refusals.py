@@ -1,4 +1,4 @@
-"""Refuses surroundings in which a gradient that backward has made is not yet the one to update by."""
+"""Refuses to update parameters in backward where a gradient is not final yet: by engines, accumulation, or loss scaling."""
 
 from __future__ import annotations
 

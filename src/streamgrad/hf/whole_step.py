@@ -1,4 +1,4 @@
-"""Steps that may run plain (`hf.plain_pass`), and what they need where all their layers keep their whole graph."""
+"""Describes steps that may run as a plain pass (`hf.plain_pass`), and the memory they need when every layer keeps its graph."""
 
 from __future__ import annotations
 

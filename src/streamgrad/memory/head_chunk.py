@@ -1,4 +1,4 @@
-"""How many tokens' logits exist at a time: the arithmetic, for the head and for a plan of it."""
+"""Returns how many tokens the head processes at a time, for the head and for the plan of a step."""
 
 from __future__ import annotations
 

@@ -5,11 +5,12 @@ From the fastest to the smallest, a layer keeps
     its input and its attention      everything but attention is run again
     its input                        everything is run again
     nothing (`recomputed`)           its input, by running the layers below once more, and then everything
-and the two in the middle either on the device or in host memory, whose copies hide behind computation. So a plan is made of
-runs of layers, `input | attention on host | attention on device | everything`, in that order from the first layer to the last:
-what the last layers keep is freed first in backward, and what the first ones keep has the longest way back. Where no such plan
-fits with chunks of a usual size, layers form segments of n, of which the first keeps its input. With n beyond the square root of
-their number, the inputs that are made again would be more than those that are saved. The smallest chunks come last.
+The two in the middle are kept on the device or in host memory; copies to and from the host run beside computation. From the first
+layer to the last, a plan is `input | attention on host | attention on device | everything`. The last layers keep the most,
+because backward frees theirs first; the first ones use the host, because their copies have the longest time to come back. If no
+such plan fits with chunks of a usual size, layers form segments of n, of which the first keeps its input. n never exceeds the
+square root of the number of layers: beyond it, more inputs would be made again at a time than are saved. The smallest chunks are
+tried last.
 
 `predicted_peak` is the arithmetic that choices are made by, over the phases of `memory.costs`.
 """

@@ -19,7 +19,8 @@ from streamgrad.memory.costs import LayerProfile, ModelShape, chunks_in_forward
 from streamgrad.memory.phases import Workload
 
 # Seconds to launch the kernels of one layer, the least that was seen (docs/performance.md): forward for chunks that run together,
-# the re-run of a chunk and its backward, and both for a layer that keeps everything, which has one chunk and does not run it again.
+# the re-run of a chunk and its backward, and both for a layer that keeps everything, which has one chunk and does not run it
+# again.
 _FORWARD_LAUNCHES, _BACKWARD_LAUNCHES, _KEPT_LAUNCHES = 1.5e-3, 3.9e-3, 4.0e-3
 
 

@@ -1,6 +1,6 @@
 """Notes whether something is chosen by values, as a router chooses experts.
 
-    with Choices() as choices:
+    with ValueChoices() as choices:
         layer(h)
     choices.made
 
@@ -29,7 +29,7 @@ _CHOOSING = {
 }  # fmt: skip
 
 
-class Choices(TorchDispatchMode):
+class ValueChoices(TorchDispatchMode):
     """Sets `made` if an operation within the block chooses by values."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from streamgrad.engine.choices import Choices
+from streamgrad.engine.value_choices import ValueChoices
 from streamgrad.hf.discover import decoder_layers
 from stretches import CHUNK, calls_in_step
 from tiny import tiny_model
@@ -24,7 +24,7 @@ from tiny import tiny_model
     ],
 )  # fmt: skip
 def test_what_chooses_by_values(function, chooses):
-    with Choices() as choices:
+    with ValueChoices() as choices:
         function(torch.randn(32, 32))
     assert choices.made == chooses
 
