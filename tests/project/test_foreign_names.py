@@ -57,8 +57,7 @@ PRIVATE = {
     "torch.nn.utils.parametrize": "_cache_enabled",
     "torch.ops.aten": """
         _flash_attention_backward _flash_attention_forward _foreach_mul_ _foreach_norm _grouped_mm _int_mm
-        _local_scalar_dense _scaled_mm
-        _unsafe_view
+        _local_scalar_dense _scaled_mm _to_copy _unique2 _unsafe_view
         _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward
         _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward
         _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward
