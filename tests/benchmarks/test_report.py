@@ -272,7 +272,7 @@ def test_readmes_whole_training_is_that_of_the_records(records):
     )
     text = " ".join((ROOT / "README.md").read_text().split())
     pattern = (
-        r"200,000 tokens, .*? takes (\S+) s and (\S+) GiB .*? At 600,000 it takes (\S+) GiB, .*? at 1,200,000, .*? (\S+) GiB\. "
+        r"200,000 tokens, .*? takes (\S+) s and (\S+) GiB .*? At 600,000 it takes (\S+) GiB, .*? at 1,200,000, .*? (\S+) GiB, "
         r".*? 64,000 tokens in (\S+) s"
     )
     said = re.search(pattern, text)
