@@ -62,9 +62,8 @@ def streamed_attention(
     out_BHLD = _StreamedAttention.apply(chunk, pieces, query_BHLD, key_BGLD, value_BGLD, sink_H)
     if chunk.kept is not None:
         operands = query_BHLD, key_BGLD, value_BGLD
-        chunk.attended_with = [
-            [tensor[:, :, end].detach().to(torch.float32, copy=True) for tensor in operands] for end in chunk.ends
-        ]
+        for end in chunk.ends:
+            chunk.attended_with.append([tensor[:, :, end].detach().to(torch.float32, copy=True) for tensor in operands])
     return out_BHLD if value_size == size else out_BHLD[..., :value_size]
 
 

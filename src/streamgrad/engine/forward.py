@@ -13,7 +13,7 @@ Shapes: B batch, T sequence, L chunk or stretch, E model width, H query heads, D
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 
@@ -94,7 +94,7 @@ class _ForwardPass:
         """Return hidden states, and what was recorded, of the whole sequence."""
         call, h_BTE, outputs_BT, ran = self.call, self.h_BTE, list[Tensor](), list[int]()
         buffers = BuffersInForward(call.modules)
-        unread = UnreadProducts(call.layer, call.tokens_at_once(h_BTE.shape), h_BTE.device.type)
+        combined = UnreadProducts(call.layer, call.tokens_at_once(h_BTE.shape), h_BTE.device.type).may_be_left_out
         # The first chunk runs alone, and shows whether chunks have to.
         for planned in stretches(spans, call.stretch_sizes or [1] + [call.chunks_at_once] * len(spans)):
             for stretch, out_BLE, chunk in self._run(planned):
@@ -103,10 +103,9 @@ class _ForwardPass:
                 buffers.check()
                 if stretch.first == 0 and trial is not None:
                     self.one_by_one |= not trial(h_BTE)
-                self._note(stretch, out_BLE, chunk, combined=unread.may_be_left_out)
+                self._note(stretch, out_BLE, chunk, combined=combined)
                 ran.append(len(stretch.spans))
-                made = [out_BLE, *chunk.recorded]
-                start, stop = stretch.span
+                made, start, stop = [out_BLE, *chunk.recorded], chunk.start, chunk.stop
                 if stop - start == h_BTE.shape[1]:
                     outputs_BT = made
                     break
@@ -120,15 +119,12 @@ class _ForwardPass:
         call.stretch_sizes = ran
         return outputs_BT
 
-    def _run(self, stretch: Stretch) -> Iterator[_Ran]:
-        """Run the chunks of a stretch together, or one by one where they must be alone; no result is held here."""
-        if len(stretch.spans) > 1 and (self.call.stretch_sizes or self._may_join(stretch)):
-            found = self._tried_together(stretch)
-            if found:
-                yield found.pop()
-                return
-        for alone in stretch.apart:
-            yield self._run_together(alone)
+    def _run(self, stretch: Stretch) -> Iterable[_Ran]:
+        """Run the chunks of a stretch together, or one by one where they must be alone. None is held on to here."""
+        if len(stretch.spans) == 1:
+            return map(self._run_together, [stretch])
+        together = self._tried_together(stretch) if self.call.stretch_sizes or self._may_join(stretch) else []
+        return together or map(self._run_together, stretch.apart)
 
     def _may_join(self, stretch: Stretch) -> bool:
         return not (self.one_by_one or self.tape.has_draws) and self.call.may_join(*stretch.span)
