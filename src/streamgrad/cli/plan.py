@@ -45,7 +45,7 @@ def plan(
     gpu: Annotated[str | None, typer.Option(help=f"The card: {', '.join(GPUS)}.", show_default="this machine's")] = None,
     gpu_memory: Annotated[str | None, typer.Option(help="Memory of one GPU: 24, 24G, 24GiB.", show_default="the card's")] = None,
     host_memory: Annotated[
-        str | None, typer.Option(help="Memory of the machine that a GPU is in.", show_default="this machine's, or 256GiB")
+        str | None, typer.Option(help="Host memory of one machine.", show_default="this machine's, or 256GiB")
     ] = None,
     method: Annotated[str, _one_of(choice.METHODS, "What is trained")] = "full",
     lora_rank: Annotated[
@@ -55,7 +55,7 @@ def plan(
     quantization: Annotated[str, _one_of(choice.QUANTIZATIONS, "What bitsandbytes keeps linear maps in (lora)")] = "none",
     objective: Annotated[str, _one_of(choice.OBJECTIVES, "The loss")] = "sft",
     optimizer: Annotated[
-        str, _one_of(choice.OPTIMIZERS, "The optimizer; in-backward frees gradients, host keeps all there")
+        str, _one_of(choice.OPTIMIZERS, "The optimizer; in-backward: AdamW that frees gradients, host: with them in host memory")
     ] = "adamw",
     weights: Annotated[str, _one_of(choice.WEIGHT_PLACES, "Where the layers' weights wait")] = "device",
     engine: Annotated[str, _one_of(ENGINES, "What holds weights and gradients")] = "none",
@@ -64,9 +64,11 @@ def plan(
     sp: Annotated[int, typer.Option(min=1, help="Number of GPUs that share each sequence.")] = 1,
     ring: Annotated[
         int | None,
-        typer.Option(min=1, help="How many of them have the same heads and gather keys.", show_default="the fewest that work"),
+        typer.Option(
+            min=1, help="How many of the --sp GPUs have the same heads, and gather keys.", show_default="as few as work"
+        ),
     ] = None,
-    master_dtype: Annotated[str, _one_of(choice.MASTER_DTYPES, "What fsdp2 keeps trained weights in; auto: float32")] = "auto",
+    master_dtype: Annotated[str, _one_of(choice.MASTER_DTYPES, "Dtype of fsdp2's trained weights; auto: float32")] = "auto",
     dtype: Annotated[str, _one_of(choice.DTYPES, "Dtype of weights and activations")] = "bfloat16",
     keep: Annotated[str, _one_of(KEEP_POLICIES, "As for streamgrad.enable")] = "auto",
     offload: Annotated[str, _one_of(OFFLOAD_PLACES, "As for streamgrad.enable")] = "auto",

@@ -80,13 +80,13 @@ _STREAM_HELP = {
     "head_chunk_size": "tokens whose logits exist at a time, or auto.",
     "keep": f"what a layer keeps for its backward pass: {', '.join(KEEP_POLICIES)}.",
     "offload": f"where what is kept waits for backward: {', '.join(OFFLOAD_PLACES)}.",
-    "recompute_layers": "layers of which only the first keeps its input, and which backward runs once more, or auto.",
+    "recompute_layers": "keep only every n-th layer's input, and let backward run the layers between once more, or auto.",
     "attention": f"the attention kernel: {', '.join(ATTENTION_BACKENDS)}.",
     "fused_kernels": f"norms, rotary embeddings, gates, routes to experts as one kernel each: {', '.join(FUSED_KERNEL_MODES)}.",
     "compile_layers": "compile layers by torch.compile, for steps so short that every layer keeps its graph.",
     "memory_budget": "device memory that a step may use, weights included, for example 80GiB; by default, what is free.",
     "optimizer": "as for streamgrad plan: adamw, or what --optim says; adamw8bit; in-backward, where each gradient is used and "
-    "freed at once and max_grad_norm clips by the last step's norm; host, with states and gradients there and max_grad_norm 0.",
+    "freed at once and max_grad_norm clips by the last step's norm; host: states and gradients on the host, for max_grad_norm 0.",
     "weights": "as for streamgrad plan: device, or host, where gradients and the optimizer's states are with them, and layers "
     "come one ahead (by FSDP2, on one GPU or several). With --bf16, Accelerate keeps what is trained in float32.",
     "share_prompts": "whether rows with equal prompts compute them once, to the same losses, metrics and gradients.",
