@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gradients import assert_same_step
 from streamgrad.engine.value_choices import ValueChoices
 from streamgrad.hf.discover import decoder_layers
 from stretches import CHUNK, calls_in_step
@@ -20,13 +21,24 @@ from tiny import tiny_model
         (lambda x: (4 * x).long(), True), (lambda x: x.bool(), True), (lambda x: x.unique(), True),
         (lambda x: torch._int_mm(x.to(torch.int8), x.to(torch.int8)), True),
         (lambda x: x.softmax(-1) @ x, False), (lambda x: x[:, [0, 1]].relu(), False), (lambda x: x.clamp(min=0.0), False),
-        (lambda x: x.masked_fill(torch.arange(32) > 3, 0.0), False), (lambda x: x.double().bfloat16().round(), False),
+        (lambda x: x.clone().gt_(0.5), True), (lambda x: torch.tensor(1) < x, True), (lambda x: x.view(torch.int32), True),
+        (lambda x: torch.zeros(32, dtype=torch.long).copy_(x[0]), True), (lambda x: x.div(0.1, rounding_mode="floor"), True),
+        (lambda x: x.round(), True), (lambda x: x == 0, True), (lambda x: torch.ops.test_value_choices.routed(x), True),
+        (lambda x: x.masked_fill(torch.arange(32) > 3, 0.0), False), (lambda x: x.double().bfloat16(), False),
+        (lambda x: x.clone().mul_(2).copy_(x), False), (lambda x: x[torch.arange(32) > 3], False),
+        (lambda x: torch.arange(32)[torch.ones(32, dtype=torch.bool)].max().item(), False),
     ],
 )  # fmt: skip
 def test_what_chooses_by_values(function, chooses):
     with ValueChoices() as choices:
         function(torch.randn(32, 32))
     assert choices.made == chooses
+
+
+@torch.library.custom_op("test_value_choices::routed", mutates_args=())
+def routed(x: torch.Tensor) -> torch.Tensor:
+    """What another library's kernel may do, which nobody looks into."""
+    return x * x.topk(1).values
 
 
 @pytest.mark.parametrize(("family", "chooses"), [("qwen3", False), ("qwen3_moe", True), ("gpt_oss", True), ("deepseek_v3", True)])
@@ -47,3 +59,39 @@ def test_a_choice_of_a_hook_is_seen_when_it_comes():
     assert max(calls_in_step(model, 6 * CHUNK, 3, layer=0)[0]) == 3 * CHUNK
     handle.remove()
     assert max(calls_in_step(model, 6 * CHUNK, 3, layer=1)[0]) == 3 * CHUNK
+
+
+def test_a_choice_that_long_calls_alone_make_is_seen():
+    model = tiny_model("qwen3", dtype=torch.float32)
+    mlp = decoder_layers(model.get_decoder())[1].mlp
+    mlp.register_forward_hook(lambda module, args, output: output if output.shape[1] < 12 else output * output.sign().abs())
+    assert max(calls_in_step(model, 7 * CHUNK, 3, layer=1)[0]) == CHUNK
+    assert max(calls_in_step(model, 7 * CHUNK, 3, layer=0)[0]) == 3 * CHUNK
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_parts_are_looked_at_as_they_are_written():
+    """torch.compile does not compile while operations are looked at, and would give a whole graph up for good."""
+    model = tiny_model("qwen3", dtype=torch.float32)
+    layers = decoder_layers(model.get_decoder())
+    layers[0].mlp.act_fn = torch.compile(torch.nn.SiLU(), fullgraph=True, backend="eager")
+    calls, step = calls_in_step(model, 6 * CHUNK, 3)
+    assert max(calls) == 3 * CHUNK
+    assert_same_step(step, calls_in_step(model, 6 * CHUNK, 1)[1], tolerance=1e-5)
+    handle = layers[0].mlp.register_forward_hook(torch.compile(lambda module, args, output: output * output.sign().abs()))
+    assert max(calls_in_step(model, 6 * CHUNK, 3)[0]) == CHUNK
+    handle.remove()
+
+
+def test_code_that_cannot_be_looked_at_runs_chunk_by_chunk():
+    """As operators of higher order, which know nothing of it."""
+
+    def refuses(module, args, output):
+        if torch._C._len_torch_dispatch_stack():
+            raise NotImplementedError("There was no rule registered")
+
+    model = tiny_model("qwen3", dtype=torch.float32)
+    decoder_layers(model.get_decoder())[0].mlp.register_forward_hook(refuses)
+    calls, step = calls_in_step(model, 6 * CHUNK, 3)
+    assert max(calls) == CHUNK
+    assert_same_step(step, calls_in_step(model, 6 * CHUNK, 1)[1], tolerance=1e-5)

@@ -56,11 +56,13 @@ PRIVATE = {
     """,
     "torch.nn.utils.parametrize": "_cache_enabled",
     "torch.ops.aten": """
-        _flash_attention_backward _flash_attention_forward _foreach_mul_ _foreach_norm _grouped_mm _int_mm
-        _local_scalar_dense _scaled_mm _to_copy _unique2 _unsafe_view
+        _efficient_attention_forward _flash_attention_backward _flash_attention_forward _foreach_mul_ _foreach_norm
+        _fused_rms_norm _grouped_mm _log_softmax _reshape_alias _scaled_dot_product_attention_math
         _scaled_dot_product_cudnn_attention _scaled_dot_product_cudnn_attention_backward
         _scaled_dot_product_efficient_attention _scaled_dot_product_efficient_attention_backward
-        _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward
+        _scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu
+        _scaled_dot_product_flash_attention_for_cpu_backward _softmax _to_copy _trilinear _unsafe_index
+        _unsafe_view
     """,
     "torch.utils": "_python_dispatch _pytree",
     "a module": """

@@ -13,7 +13,7 @@ import streamgrad
 
 # What `--help` says about each command, whose own `--help` begins with the same line.
 COMMANDS = {
-    "plan": "Show what a training step will hold and take, from the configuration alone, without weights or a GPU.",
+    "plan": "Show the memory and time that a training step will need, from the configuration alone, without weights or a GPU.",
     "check": "Check that gradients are exact for this class of model on this machine: the paper's table of gradient precision.",
     "train": "Train with TRL's trainers, streamed; flags and YAML are those of TRL's command line.",
     "profile": "Show where the memory of a training step goes, with gradient checkpointing and with streaming.",

@@ -54,6 +54,7 @@ class StreamedCall:
     index: int | None = None  # among the layers of its decoder, where it is in one
     in_use: InUse = field(default_factory=InUse)  # its decoder's
     on_shortage: Callable[[], str] = str  # called where memory runs out in backward; returns what then happens
+    on_full_stretch: Callable[[], None] = lambda: None  # called where memory runs out for several chunks in forward
     below: Any = None  # the autograd node of the layer that will make this layer's input again, where it is not kept
 
     def shortage(self, h_shape: torch.Size, doing: str, then: str = "") -> str:

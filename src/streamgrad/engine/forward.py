@@ -5,16 +5,18 @@
 Forward may run several neighbouring chunks, a *stretch*, in one call of the layer, because it holds no graph. The plan says how
 many need no more memory than the backward of one chunk (`memory.costs.chunks_in_forward`). The results are then cut into chunks.
 A chunk runs alone if it draws random numbers, which backward must draw again chunk by chunk, if the layer chooses by values
-(`engine.value_choices`), if its attention holds a score or a mask for every key, or after memory has run out in a stretch. What
-runs chunks forward again, for keys or for the input of a layer above, runs them in the same stretches.
+(`engine.value_choices`; the first stretch of its kind shows that, and is run again), if its attention holds a score or a mask for
+every key, or after memory has run out in a stretch. What runs chunks forward again, for keys or for the input of a layer above,
+runs them in the same stretches.
 
 Shapes: B batch, T sequence, L chunk or stretch, E model width, H query heads, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+import logging
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +30,10 @@ from streamgrad.engine.saved import Reader, Saved
 from streamgrad.engine.shortage import is_only_process
 from streamgrad.engine.trial import Span, Trial
 from streamgrad.engine.unread import UnreadProducts
+from streamgrad.engine.value_choices import ValueChoices, chose_before, note_choice
 from streamgrad.ops.memory_label import labelled, memory_label
+
+logger = logging.getLogger("streamgrad")
 
 Drawing = Callable[[int], AbstractContextManager[None]]
 _Ran = tuple["Stretch", Tensor, Chunk]  # with its output and the chunk that it was run as
@@ -74,7 +79,7 @@ def run_forward(
     trial = call.trial(h_BTE.shape[1]) if len(spans) > 1 else None
     with call.surroundings():
         # Detached, else chunks would require a gradient, and hooks on submodules would see that.
-        return _ForwardPass(call, h_BTE.detach(), stream, tape, drawing, guard, kept).run(spans, trial), stream
+        return _ForwardPass(call, h_BTE.detach(), stream, tape, drawing, guard, kept, trial).run(spans), stream
 
 
 @dataclass
@@ -88,9 +93,10 @@ class _ForwardPass:
     drawing: Drawing
     guard: RerunGuard | None
     kept: Saved | None
+    trial: Trial | None  # where there are several chunks
     one_by_one: bool = False  # whether chunks run alone from now on
 
-    def run(self, spans: Sequence[Span], trial: Trial | None) -> list[Tensor]:
+    def run(self, spans: Sequence[Span]) -> list[Tensor]:
         """Return hidden states, and what was recorded, of the whole sequence."""
         call, h_BTE, outputs_BT, ran = self.call, self.h_BTE, list[Tensor](), list[int]()
         buffers = BuffersInForward(call.modules)
@@ -101,8 +107,8 @@ class _ForwardPass:
                 chunk.check_finished()
                 check_leaves(out_BLE, [], call.name)
                 buffers.check()
-                if stretch.first == 0 and trial is not None:
-                    self.one_by_one |= not trial(h_BTE)
+                if stretch.first == 0 and self.trial is not None:
+                    self.trial(h_BTE)
                 self._note(stretch, out_BLE, chunk, combined=combined)
                 ran.append(len(stretch.spans))
                 made, start, stop = [out_BLE, *chunk.recorded], chunk.start, chunk.stop
@@ -127,20 +133,43 @@ class _ForwardPass:
         return together or map(self._run_together, stretch.apart)
 
     def _may_join(self, stretch: Stretch) -> bool:
-        return not (self.one_by_one or self.tape.has_draws) and self.call.may_join(*stretch.span)
+        if self.one_by_one or self.tape.has_draws or not self.call.may_join(*stretch.span):
+            return False
+        return not chose_before(self.call.layer, self._kind(stretch))
+
+    def _kind(self, stretch: Stretch) -> Hashable:
+        """Return what stretches have in common that all choose or none do: what the layer consists of, and about their length."""
+        assert self.trial is not None, "there are several chunks"
+        start, stop = stretch.span
+        return (stop - start).bit_length(), self.trial.contents
 
     def _tried_together(self, stretch: Stretch) -> list[_Ran]:
         """Return what the chunks gave together; nothing where they have to run once more, one by one."""
+        layer, kind = self.call.layer, self._kind(stretch)
+        is_new = not self.call.stretch_sizes and chose_before(layer, kind) is None
+        choices = ValueChoices() if is_new else None
         try:
-            ran = self._run_together(stretch)
+            with nullcontext() if choices is None else choices:
+                found = [self._run_together(stretch)]
         except torch.OutOfMemoryError:
             if not is_only_process():
                 raise
-            ran = None
-        if ran is not None and not self.tape.forget(stretch.first):  # it has not drawn, as no chunk before it
-            return [ran]
-        self.one_by_one = True
-        return []
+            self.call.on_full_stretch()
+            found, choices = [], None
+        except Exception:  # of code that does not run while it is looked at (whole graphs of torch.compile), or that comes again
+            if choices is None:
+                raise
+            found, choices.made = [], True
+        if choices is not None:
+            note_choice(layer, kind, choices.made)
+            if choices.made:
+                logger.debug(
+                    "streamgrad: chunks of %s run forward one by one: %s", self.call.name, choices.operator or "unknown code"
+                )
+        if self.tape.forget(stretch.first) or (choices is not None and choices.made):
+            found = []
+        self.one_by_one |= not found
+        return found
 
     def _run_together(self, stretch: Stretch) -> _Ran:
         start, stop = stretch.span

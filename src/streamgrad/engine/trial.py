@@ -38,7 +38,6 @@ from streamgrad.engine.guards import AdapterFacts, check_leaves, keeps_a_loss
 from streamgrad.engine.kv_chunk import Chunk, SeamError
 from streamgrad.engine.module_walk import buffers_in, modules_of, parameters_in
 from streamgrad.engine.replay import DRAWING, Autocast, RandomTape
-from streamgrad.engine.value_choices import ValueChoices
 from streamgrad.ops.autograd import own_graph
 
 Span = tuple[int, int]
@@ -48,9 +47,8 @@ RunChunks = Callable[[Tensor, Sequence[Span]], Tensor]
 _MOST_TOKENS = 32
 _LARGEST_COMPARED = 1 << 16  # elements of a parameter
 _DRAWS = {"16 bits": 16, "32 bits": 3, "64 bits": 1}
-# What each layer consisted of when a trial passed, and whether it chose by values. A reference without adapters and a policy with
-# them take turns in one layer.
-_PASSED: weakref.WeakKeyDictionary[nn.Module, list[tuple[Hashable, bool]]] = weakref.WeakKeyDictionary()
+# What each layer consisted of when a trial passed; a reference without adapters and a policy with them take turns in one layer.
+_PASSED: weakref.WeakKeyDictionary[nn.Module, list[Hashable]] = weakref.WeakKeyDictionary()
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -95,20 +93,14 @@ class Trial:
 
     def __post_init__(self) -> None:
         hooks = tuple(_module._global_forward_hooks), tuple(_module._global_forward_pre_hooks)
-        self._contents = self.forward, hooks, _contents(self.modules, self.adapters)
+        self.contents: Hashable = (self.forward, hooks, _contents(self.modules, self.adapters))
 
-    def __call__(self, h_BTE: Tensor) -> bool:
-        """Raise `SeamError` where the layer, called with `h_BTE`, would give something else in chunks; once for each layer.
-
-        Return whether it is known to choose nothing by values, so that chunks may run forward together.
-        """
+    def __call__(self, h_BTE: Tensor) -> None:
+        """Raise `SeamError` where the layer, called with `h_BTE`, would give something else in chunks; once for each layer."""
         layer, tokens = self.modules[0], min(_MOST_TOKENS, h_BTE.shape[1])
-        contents, passed_before = (tokens, self._contents), _PASSED.get(layer, [])
-        for known, chose in passed_before:
-            if known == contents:
-                return not chose
-        if h_BTE.is_meta or tokens < 2 * self.least:
-            return False
+        contents = tokens, self.contents
+        if h_BTE.is_meta or tokens < 2 * self.least or contents in _PASSED.get(layer, ()):
+            return
         modules = self.modules = modules_of(layer)  # the first chunk has run, and may have made some of them
         devices = [device for device in {h_BTE.device, *(p.device for p in parameters_in(modules))} if device.type == "cuda"]
         autocast, generator = Autocast(h_BTE.device.type), torch.Generator().manual_seed(0)
@@ -127,11 +119,10 @@ class Trial:
             _unchanged_buffers(modules),
             contextlib.ExitStack() as quiet,
         ):
-            choices = ValueChoices()
             try:
                 # Without dropout, whose draws differ from chunk to chunk; in training mode otherwise, as far as that is possible.
                 for silenced in ([module for module in modules if isinstance(module, _DropoutNd)], modules):
-                    if not self._draws(draw(), devices, choices):
+                    if not self._draws(draw(), devices):
                         break
                     self._check_draws(draw())
                     quiet.enter_context(in_eval_mode(silenced))
@@ -139,13 +130,12 @@ class Trial:
             finally:
                 autocast.forget_casts()
         if passed:
-            _PASSED[layer] = [*passed_before[-7:], (contents, choices.made)]
-        return passed and not choices.made
+            _PASSED[layer] = [*_PASSED.get(layer, ())[-7:], contents]
 
-    def _draws(self, h_BNE: Tensor, devices: Sequence[torch.device], choices: ValueChoices) -> bool:
-        """Return whether random numbers are drawn from torch, and note `choices`; raise where they are drawn from elsewhere."""
+    def _draws(self, h_BNE: Tensor, devices: Sequence[torch.device]) -> bool:
+        """Return whether random numbers are drawn from torch; raise where they are drawn from elsewhere."""
         tape, pythons = RandomTape(devices), random.getstate()
-        with torch.no_grad(), tape.recording(0), choices:
+        with torch.no_grad(), tape.recording(0):
             self.run(h_BNE, [(0, h_BNE.shape[1])])
         if random.getstate() != pythons:
             random.setstate(pythons)

@@ -257,11 +257,12 @@ class _DecoderCall:
         self.masks: _Masks = {}
         self.documents = Documents(sequences)
         self.plan: Plan | None = None
+        self.dtype: torch.dtype | None = None  # of the hidden states that the plan was made with
         self.joint, self.ahead = Joint(), WeightsAhead(layers)
 
     def streamed_forward(self, index: int) -> Callable[..., Tensor | tuple[Tensor | None, ...]]:
         """Return the streamed forward of layer `index`."""
-        layer = self.layers[index]
+        layer, planner = self.layers[index], self.stream.planner
 
         def streamed(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
             # Done in the call, so that the device computes the previous layer meanwhile.
@@ -280,7 +281,7 @@ class _DecoderCall:
                 raise SeamError("one of its layers has attention and a state, and some tokens see each other both ways")
             if self.plan is None:  # this is the first layer
                 first = Sample(layer, run.alone, mask, tuple(recorder.keys), recurrent)
-                self.plan = self._make_plan(h_BTE, chain([first], self._other_kinds(args, kwargs)))
+                self.plan, self.dtype = self._make_plan(h_BTE, chain([first], self._other_kinds(args, kwargs))), h_BTE.dtype
             policy, above = self.plan.policies[index], self.plan.policies[index + 1 : index + 2]
             call = kind(
                 modules=modules,
@@ -291,7 +292,7 @@ class _DecoderCall:
                 chunk_size=self.sequences.sharing.chunk_size or self.plan.chunk_sizes[index],
                 policy=policy,
                 host_store=self.stream.host_store,
-                chunks_at_once=1 if recurrent or not self.plan.chunks_in_forward else self.plan.chunks_in_forward[index],
+                chunks_at_once=1 if recurrent or h_BTE.dtype is not self.dtype else planner.together(self.plan, index),
                 may_join=partial(attends_in_blocks, mask, h_BTE.shape[0]),  # which does not hold the input
                 uncut=() if mask is None else mask.uncut,
                 token_inputs=arguments.token_inputs.tensors,
@@ -301,7 +302,8 @@ class _DecoderCall:
                 forward=identity(self.forwards[index]),
                 index=index,
                 in_use=self.stream.in_use,
-                on_shortage=self.stream.planner.note_shortage,
+                on_shortage=planner.note_shortage,
+                on_full_stretch=planner.note_full_stretch,
                 below=self.joint.node_below(h_BTE) if policy.recomputed else None,
             )
             out_BTE, *recorded = run_layer(call, h_BTE)

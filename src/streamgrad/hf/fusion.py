@@ -272,7 +272,9 @@ def _fused_joint_mlp(
 
 def _activation_of(module: nn.Module) -> str | None:
     """Return an MLP's activation by its name in `streamgrad.ops.fused.ACTIVATIONS`; None for others, and for one with hooks."""
-    activation: Any = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
+    activation: Any = getattr(module, "act_fn", None)
+    if activation is None:  # a compiled one has no truth value
+        activation = getattr(module, "activation_fn", None)
     kind = type(activation)
     if kind not in _ACTIVATION_NAMES or kind.__dict__["forward"] is not _ACTIVATION_FORWARDS[kind]:
         return None

@@ -22,7 +22,7 @@ from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.module_walk import parameters_of
 from streamgrad.engine.policy import LayerPolicy
 from streamgrad.engine.replay import as_autocast
-from streamgrad.engine.shortage import is_out_of_memory
+from streamgrad.engine.shortage import is_only_process, is_out_of_memory
 from streamgrad.engine.ulysses import SequenceSharing
 from streamgrad.hf.discover import decoder_layers
 from streamgrad.hf.sharded import StatesToCome, device_at_work
@@ -80,12 +80,22 @@ class Planner:
         self._shape_with_segments: torch.Size | None = None
         self._costs: dict[tuple[Any, ...], LayerCosts] = {}
         self._shortages = 0  # how often memory ran out in spite of a plan
+        self._may_join_chunks = True
         # Whether hooks of others on parameters free the gradients, as far as has been seen.
         self.hooks_free: bool | None = None
         self._latest_step: tuple[StepFacts, int, Choices, Budget] | None = None
         self._resident_bytes = 0.0  # when the latest plan was made
         self._whole: dict[Hashable, WholePlan] = {}  # by the manner of steps
         self._states_to_come = StatesToCome()
+
+    def together(self, plan: Plan, layer: int) -> int:
+        """Return how many chunks of a layer may run forward together by the plan; one once memory has run out in spite of it."""
+        return plan.chunks_in_forward[layer] if plan.chunks_in_forward and self._may_join_chunks else 1
+
+    def note_full_stretch(self) -> None:
+        """Run all chunks forward one by one from now on: memory has run out for several."""
+        self._may_join_chunks = False
+        logger.warning("streamgrad: memory ran out for several chunks forward; from now on they run one by one, which is slower.")
 
     def note_shortage(self) -> str:
         """Plan for less memory from now on, where that is left to the plan; return what to say of it and what would fit."""
@@ -115,7 +125,8 @@ class Planner:
             return True
         if h_BTE.device.type != "cuda" or len({device_at_work(next(layer.parameters())) for layer in layers}) > 1:
             return False
-        return self._must_decide or self.config.keep != "all"
+        # Not for ranks: one that could not measure would leave the others waiting.
+        return self._must_decide or (self.config.keep != "all" and is_only_process())
 
     @property
     def _must_decide(self) -> bool:

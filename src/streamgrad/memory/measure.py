@@ -20,6 +20,7 @@ from streamgrad.engine.module_walk import trainable_parameters
 from streamgrad.engine.recurrent_chunk import RecurrentChunk, RecurrentStream
 from streamgrad.engine.replay import Autocast
 from streamgrad.engine.ulysses import ALONE, SequenceSharing
+from streamgrad.engine.value_choices import ValueChoices
 from streamgrad.memory.costs import LayerCosts
 from streamgrad.memory.live_bytes import LiveBytes
 from streamgrad.ops.accumulate import accumulator_dtype
@@ -90,7 +91,7 @@ class _Counted:
     saved: int  # by the graph, beside its input and the layer's weights
     at_attention: int  # alive when attention's backward had run
     timeline: tuple[int, ...]  # alive after each tensor that was made on the way
-    forward: tuple[int, ...]  # the same without a graph; empty for a layer with states
+    forward: tuple[int, ...]  # the same without a graph; empty where chunks run forward one by one
 
     def less(self, other: _Counted) -> _Counted:
         counts = {name: max(0, n - getattr(other, name)) for name, n in vars(self).items() if isinstance(n, int)}
@@ -112,7 +113,9 @@ def _comparable(ours: tuple[int, ...], theirs: tuple[int, ...]) -> Iterator[tupl
 
     That is so with experts that none chose.
     """
-    if ours and len(ours) != len(theirs):
+    if not (ours and theirs):  # the layer chooses by values, if only in one of them
+        return iter(())
+    if len(ours) != len(theirs):
         ours, theirs = (max(ours),), (max(theirs),)
     return zip(ours, theirs, strict=True)
 
@@ -159,7 +162,8 @@ class _Trial:
     def __call__(self, h_BLE: Tensor) -> _Counted:
         """Count in runs of their own: the hook that counts what is saved also keeps it alive longer, which would raise the peak.
 
-        Forward without a graph is not counted for a layer with states: its chunks run forward one by one.
+        Forward without a graph is not counted for a layer with states, nor for one that chooses by values: their chunks run
+        forward one by one.
         """
         h_BLE = h_BLE.detach().clone().requires_grad_()
         autocast = Autocast(h_BLE.device.type)
@@ -208,10 +212,10 @@ class _Trial:
 
     @torch.no_grad()
     def _alive_in_forward(self, h_BLE: Tensor) -> tuple[int, ...]:
-        """Return the live bytes after each birth in a run without a graph."""
-        with _Timeline() as live:
+        """Return the live bytes after each birth in a run without a graph; none for a layer that chooses by values."""
+        with ValueChoices() as choices, _Timeline() as live:
             self.run(h_BLE.detach(), self._chunk(h_BLE, live))
-        return tuple(live.timeline)
+        return () if choices.made else tuple(live.timeline)
 
     def _chunk(self, h_BLE: Tensor, live: LiveBytes) -> Any:
         length = h_BLE.shape[1]

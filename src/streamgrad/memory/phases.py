@@ -65,6 +65,11 @@ class Workload:
         return Shape(self.rows, self.sequence, self.keys_at_once)
 
     @property
+    def joins_chunks(self) -> bool:
+        """Return whether chunks may run forward together, as `hf.step_plan` says: values in 16 bits, plain rows, one rank."""
+        return self.shape.itemsize == 2
+
+    @property
     def tokens(self) -> int:
         return self.rows * self.sequence
 
@@ -118,6 +123,10 @@ class SharedPrompts(Workload):
     groups: int = 1
     group: int = 1
     completion: int = 1
+
+    @property
+    def joins_chunks(self) -> bool:
+        return False
 
     def sum_over_rows(self, of_row: Callable[[int], float]) -> float:
         prompt = self.sequence // self.groups - self.group * self.completion

@@ -99,7 +99,7 @@ def _launches(load: Workload, policy: LayerPolicy, chunk_size: int) -> float:
     if policy.keep == "all":
         return _KEPT_LAUNCHES
     chunks = math.ceil(load.sequence / chunk_size)
-    together = chunks_in_forward(load.shape.profile.costs, load.batch, policy, chunk_size)
+    together = chunks_in_forward(load.shape.profile.costs, load.batch, policy, chunk_size) if load.joins_chunks else 1
     stretches = 1 + math.ceil((chunks - 1) / together)  # the first chunk runs alone
     return _FORWARD_LAUNCHES * stretches + _BACKWARD_LAUNCHES * chunks
 

@@ -56,6 +56,10 @@ class SharedSequences(Workload):
     def batch(self) -> Shape:
         return Shape(self.rows, self.sequence, self.keys_at_once * self.ring / self.ranks, self.ring)
 
+    @property
+    def joins_chunks(self) -> bool:
+        return self.ranks == 1 and super().joins_chunks
+
     def sum_over_rows(self, of_row: Callable[[int], float]) -> float:
         return super().sum_over_rows(lambda tokens: of_row(self.ranks * tokens) / self.ranks)
 
