@@ -163,9 +163,8 @@ class _ForwardPass:
         if choices is not None:
             note_choice(layer, kind, choices.made)
             if choices.made:
-                logger.debug(
-                    "streamgrad: chunks of %s run forward one by one: %s", self.call.name, choices.operator or "unknown code"
-                )
+                what = choices.operator or "code that is not torch's"
+                logger.debug("streamgrad: chunks of %s run forward one by one, for %s", self.call.name, what)
         if self.tape.forget(stretch.first) or (choices is not None and choices.made):
             found = []
         self.one_by_one |= not found
