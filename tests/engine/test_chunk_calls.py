@@ -5,6 +5,7 @@ And what a plain step costs, in which nothing runs in chunks.
 
 from __future__ import annotations
 
+import gc
 import sys
 
 import pytest
@@ -25,11 +26,14 @@ def calls_of(function):
         nonlocal count
         count += event in ("call", "c_call")
 
+    gc.collect()  # models of other tests, whose ends call functions
+    gc.disable()
     sys.setprofile(note)
     try:
         returned = function()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count, returned
 
 
