@@ -8,7 +8,7 @@ import torch
 import batches
 import streamgrad
 from families import small_model
-from gradients import assert_same_step, no_float32, run_step
+from gradients import assert_same_step, no_float32, run_step, total_gradient_error
 from lora import with_lora
 from streamgrad.attention import streamed
 from streamgrad.engine.forward import Stretch, stretches
@@ -162,7 +162,7 @@ def test_guards_allow_what_a_stretch_rounds_otherwise(family, keep):
     assert max(calls) == 4 * CHUNK and rounding.count
     _, alone = calls_in_step(model, 9 * CHUNK, 1, keep=keep)
     assert any(not torch.equal(gradient, alone.gradients[name]) for name, gradient in joined.gradients.items())
-    assert_same_step(joined, alone, tolerance=0.05)
+    assert total_gradient_error(joined.gradients, alone.gradients) < 0.1  # two roundings in 16 bits, on any processor
 
 
 @pytest.mark.parametrize("kind", ["softcap", "dense", "eager", "bfloat16"])
