@@ -13,7 +13,7 @@ from lora import with_lora
 from streamgrad.attention import streamed
 from streamgrad.engine.forward import Stretch, stretches
 from streamgrad.hf.discover import decoder_layers
-from stretches import CHUNK, SummedInAnotherOrder, calls_in_step, chunks_in_forward
+from stretches import CHUNK, SummedInTwoParts, calls_in_step, chunks_in_forward
 from tiny import FAMILIES, tiny_model
 
 
@@ -157,7 +157,7 @@ def test_ranks_do_not_run_chunks_once_more(monkeypatch):
 def test_guards_allow_what_a_stretch_rounds_otherwise(family, keep):
     """As on a GPU, whose products of more tokens are summed in another order. On a CPU they are the same."""
     model = tiny_model(family, dtype=torch.bfloat16, num_hidden_layers=6)
-    with SummedInAnotherOrder(CHUNK) as rounding:
+    with SummedInTwoParts(CHUNK) as rounding:
         calls, joined = calls_in_step(model, 9 * CHUNK, 4, keep=keep)
     assert max(calls) == 4 * CHUNK and rounding.count
     _, alone = calls_in_step(model, 9 * CHUNK, 1, keep=keep)
