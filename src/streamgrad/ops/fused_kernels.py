@@ -35,8 +35,9 @@ def norm_forward(x_NE: Tensor, weight_E: Tensor, eps: float, offset: float) -> t
 def norm_backward(dout_NE: Tensor, x_NE: Tensor, inverse_N1: Tensor, weight_E: Tensor, offset: float) -> tuple[Tensor, Tensor]:
     rows, width = x_NE.shape
     block, tile = _row_tile(width)
-    # Each program sums the weight's gradient over its own rows; the sum over programs is taken at the end.
-    programs = min(_parts(rows, tile), 8 * _processors(x_NE.device))
+    # Each program sums the weight's gradient over its own rows; the sum over programs is taken at the end. Two programs keep a
+    # processor's memory busy, and more of them write more sums: with 2,048 rows of 2,560 eight take 22 us, two take 16.
+    programs = min(_parts(rows, tile), 2 * _processors(x_NE.device))
     dx_NE, partial = torch.empty_like(x_NE), x_NE.new_empty((programs, width), dtype=torch.float32)
     with torch.cuda.device_of(x_NE):
         _norm_backward_kernel[(programs,)](
