@@ -7,7 +7,10 @@ import torch
 
 import streamgrad
 from gradients import assert_same_step, run_step
+from streamgrad.engine import host_offload
 from streamgrad.engine.host_offload import HostStore, PinnedPool
+from streamgrad.engine.kv_chunk import Attended
+from streamgrad.engine.saved import SavedOnHost
 from tiny import tiny_model, tokens
 
 
@@ -32,6 +35,62 @@ def test_buffers_that_have_become_too_small_are_given_up():
     pool.give_back(pool.take(1000))
     pool.take(1500)
     assert pool.total_bytes == 1500
+
+
+class Noting:
+    """Stands in for an item on the host, which is there as soon as it is copied back; `started` has the copies so far."""
+
+    started: list[str]
+
+    def __init__(self, store: HostStore, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def copied_back(self) -> Noting:
+        self.started.append(NAMES[int(self.tensors[0].flatten()[0])])
+        return self
+
+    def taken(self) -> list[torch.Tensor]:
+        return self.tensors
+
+
+# By the first value of an item: those of two layers with two chunks each.
+NAMES = ["keys below", "chunk 0 below", "chunk 1 below", "keys above", "chunk 0 above", "chunk 1 above"]
+# The copies that have started since the last computation, before each computation of a chunk.
+EXPECTED = {
+    "attention": [["keys above", "chunk 1 above", "chunk 0 above"], ["keys below", "chunk 1 below"], ["chunk 0 below"], []],
+    # Chunk 0 comes first too, for its keys are made again.
+    "input": [["chunk 0 above", "chunk 1 above"], ["chunk 0 above"], ["chunk 0 below"], ["chunk 1 below"], ["chunk 0 below"], []],
+}
+
+
+@pytest.mark.parametrize("keep", EXPECTED)
+def test_what_a_layer_needs_at_once_arrives_while_the_layer_above_computes(keep, monkeypatch):
+    """Nothing is computed between a layer's keys and its last chunk, so both are copied during the layer above."""
+    monkeypatch.setattr(host_offload, "_Item", Noting)
+    store, layers, before, keeps_attention = HostStore(), [], [], keep == "attention"
+
+    def compute() -> None:
+        before.append(Noting.started)
+        Noting.started = []
+
+    for keys in (0, 3):
+        saved = SavedOnHost(torch.tensor([[[keys + 1], [keys + 2]]]), [(0, 1), (1, 2)], [0], store)
+        for chunk in range(2):
+            saved.note(chunk, Attended(torch.zeros(1), torch.zeros(1)) if keeps_attention else None)
+        saved.finish(None, (torch.tensor([keys]),) * 2 if keeps_attention else ())
+        layers.append(saved)
+    Noting.started = []
+    for saved in reversed(layers):
+        reader = saved.reader(None)
+        if keeps_attention:
+            reader.keys_and_values()
+        else:
+            reader.inputs(0, 1)
+            compute()
+        for chunk in (1, 0):
+            reader.chunk(chunk)
+            compute()
+    assert before == EXPECTED[keep]
 
 
 @pytest.mark.gpu

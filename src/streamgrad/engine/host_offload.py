@@ -1,7 +1,8 @@
 """Host memory for what layers keep between forward and backward.
 
-Copies to the host run on their own stream beside the computation; copies back start one item ahead of their use. Values and
-layouts come back bit for bit. Host buffers are pinned once and reused in every step: pinning 10 GB takes seconds.
+Copies to the host run on their own stream beside the computation. Copies back start one item ahead of their use; a layer's keys
+and the chunk after them count as one, as nothing is computed between the two. Values and layouts come back bit for bit. Host
+buffers are pinned once and reused in every step: pinning 10 GB takes seconds.
 
 Known limits: there is nothing to move on a device other than CUDA.
 """
@@ -103,7 +104,7 @@ class HostStore:
         return self._pools.setdefault(device, PinnedPool(device))
 
     def shelf(self) -> Shelf:
-        """Return a shelf that knows the one before it: when its own items run out, it brings back the first of that one."""
+        """Return a shelf that knows the one before it: with its own last item in use, it brings back the first of that one."""
         shelf = Shelf(self, None if self._latest is None else self._latest())
         self.note_latest(shelf)
         return shelf
@@ -127,6 +128,7 @@ class Shelf:
         self._below = None if below is None else weakref.ref(below)
         self._items: dict[Hashable, _Item] = {}
         self._order: list[Hashable] = []
+        self._at_once = 1
         self._position = 0
         self._arriving: dict[int, _Arrival] = {}
 
@@ -134,8 +136,12 @@ class Shelf:
         """Start copying `tensors` out; the caller may drop them at once, and must not change them in place."""
         self._items[name] = _Item(self._store, tensors)
 
-    def will_be_got(self, order: Sequence[Hashable]) -> None:
-        """Note the order of the next pass. What is on its way in another order is dropped."""
+    def will_be_got(self, order: Sequence[Hashable], *, at_once: int = 1) -> None:
+        """Note the order of the next pass, whose first `at_once` items are got before anything is computed.
+
+        What is on its way in another order is dropped.
+        """
+        self._at_once = at_once
         if list(order) != self._order:
             self._order = list(order)
             self._arriving.clear()
@@ -154,7 +160,8 @@ class Shelf:
         if self._position < len(self._order):
             self._fetch(self._position)
         elif self._below is not None and (below := self._below()) is not None:
-            below._fetch(0)
+            for first in range(below._at_once):
+                below._fetch(first)
         return arrival.taken()
 
     def _fetch(self, position: int) -> None:

@@ -134,6 +134,7 @@ class SavedOnHost:
         self._spans, self._restored = spans, restored
         self._shelf: Shelf | None = store.shelf()
         self._order: list[Hashable] = []  # in which the layer's own backward reads
+        self._at_once = 1  # of these are read before the layer computes
         self.has_attention = True
 
     def note(self, index: int, attended: Attended | None) -> None:
@@ -152,10 +153,10 @@ class SavedOnHost:
         chunks = list(range(len(self._spans)))
         if self.has_attention:
             self._shelf.put(_KEYS_AND_VALUES, keys_and_values)
-            self._order = [_KEYS_AND_VALUES, *reversed(chunks)]
+            self._order, self._at_once = [_KEYS_AND_VALUES, *reversed(chunks)], 2
         else:
             self._order = [*self._restored, *reversed(chunks)]
-        self._shelf.will_be_got(self._order)
+        self._shelf.will_be_got(self._order, at_once=self._at_once)
 
     def will_be_read_whole(self) -> None:
         assert self._shelf is not None
@@ -172,16 +173,16 @@ class SavedOnHost:
                     whole_BTE = part_BLE.new_empty(part_BLE.shape[0], length, *part_BLE.shape[2:])
             whole_BTE[:, start:stop] = part_BLE
         assert whole_BTE is not None
-        shelf.will_be_got(self._order)
+        shelf.will_be_got(self._order, at_once=self._at_once)
         return whole_BTE
 
     def reader(self, ctx: Any) -> Reader:
-        return _HostReader(self._rewound(self._order), self.has_attention)
+        return _HostReader(self._rewound(self._order, at_once=self._at_once), self.has_attention)
 
-    def _rewound(self, order: Sequence[Hashable]) -> Shelf:
+    def _rewound(self, order: Sequence[Hashable], *, at_once: int = 1) -> Shelf:
         if self._shelf is None:
             raise already_freed()
-        self._shelf.will_be_got(order)
+        self._shelf.will_be_got(order, at_once=at_once)
         self._shelf.rewind()
         return self._shelf
 
