@@ -50,7 +50,7 @@ class StreamConfig:
     Args:
         chunk_size (`int` or `"auto"`, defaults to `"auto"`):
             Tokens of one sequence that a decoder layer processes at a time. Memory of a layer's wide tensors (queries,
-            MLP) grows with it; the number of kernel launches falls with it. `"auto"`: up to 16,384 tokens of a batch, less
+            MLP) grows with it; the number of kernel launches falls with it. `"auto"`: up to 32,768 tokens of a batch, less
             where the budget asks for it.
         head_chunk_size (`int` or `"auto"`, defaults to `"auto"`):
             Tokens whose logits exist at a time in the language-modelling head; `"auto"` goes by the memory that is free.
