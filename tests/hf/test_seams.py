@@ -184,6 +184,23 @@ def test_a_layer_that_goes_around_a_seam_is_refused():
     assert model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("chunk_size", [4, 64])
+@pytest.mark.parametrize("name", ["scaling", "softcap"])
+def test_attention_with_a_trained_factor_is_refused(name, chunk_size):
+    """Attention is differentiated by queries, keys and values alone."""
+    model, ids = tiny_model("gemma2"), tokens(1, 9)
+    attention = model.model.layers[1].self_attn
+    attribute = {"scaling": "scaling", "softcap": "attn_logit_softcapping"}[name]
+    value = getattr(attention, attribute)
+    delattr(attention, attribute)
+    setattr(attention, attribute, torch.nn.Parameter(torch.tensor(value, dtype=torch.float64)))
+    streamgrad.enable(model, chunk_size=chunk_size)
+    with pytest.raises(ValueError, match=f"called with {name}, a tensor that is trained"):
+        model(input_ids=ids, labels=ids)
+    getattr(attention, attribute).requires_grad_(False)
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
 class _Numbered:
     """A cache that adds its place to every key it returns, as code does that rotates cached keys by their place."""
 

@@ -64,12 +64,16 @@ def linear_cross_entropy(
     )
     divisor = 1 if reduction == "sum" else None
     total, count = summed_cross_entropy(hidden_NE, weight, bias, rows, logit_map, divisor=divisor)
-    return total if reduction == "sum" else mean_of(total, count)
+    return total if reduction == "sum" else quotient(total, count)
 
 
-def mean_of(total: Tensor, count: int) -> Tensor:
-    """Return `total / count`; for a count of 0, NaN with zero gradient, as torch's cross entropy does."""
-    return total / count if count else total.masked_fill(torch.ones_like(total, dtype=torch.bool), float("nan"))
+def quotient(total: Tensor, count: int, divisor: float | Tensor | None = None) -> Tensor:
+    """Return `total / divisor`, for the total of `count` rows; the divisor is their number if it is None.
+
+    For a count of 0 the gradient is zero, as that of torch's cross entropy is, also where the value is 0 / 0.
+    """
+    divisor = count if divisor is None else divisor
+    return total / divisor if count else torch.where(torch.ones_like(total, dtype=torch.bool), total.detach() / divisor, total)
 
 
 def summed_cross_entropy(
@@ -92,7 +96,9 @@ def summed_cross_entropy(
     operands = [None if tensor is None else as_autocast(tensor) for tensor in (hidden_NE, weight_VE, bias_V)]
     if not torch.is_grad_enabled():
         operands = [None if tensor is None else tensor.detach() for tensor in operands]
-    expected = (rows.count or 1) if divisor is None else divisor
+    expected = rows.count if divisor is None else divisor
+    if not rows.count:  # all gradients are zero, and would be 0 * (0 / 0) for a divisor of 0
+        expected = 1
     return _SummedCrossEntropy.apply(*operands, rows, logit_map, expected), rows.count
 
 

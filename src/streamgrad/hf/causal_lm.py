@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _module
 from torch.utils._pytree import register_pytree_node
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from streamgrad.config import StreamConfig
@@ -27,14 +26,21 @@ from streamgrad.engine.kv_chunk import SeamError, UnknownSeamAttribute
 from streamgrad.engine.module_walk import modules_of, parameters_by_depth
 from streamgrad.engine.shortage import ShortOfMemory
 from streamgrad.engine.temporary import temporary_attribute
-from streamgrad.head.cross_entropy import mean_of, summed_cross_entropy
+from streamgrad.head.cross_entropy import quotient, summed_cross_entropy
 from streamgrad.head.linear_head import LogitMap
 from streamgrad.head.module_head import summed_module_cross_entropy
 from streamgrad.head.targets import TargetRows, flatten, is_plain
+from streamgrad.hf.causal_loss import (
+    IGNORED,
+    check_labels,
+    refuse_labels_to_be_shifted,
+    refuse_other_arguments,
+    tokens_of,
+    why_full_logits,
+)
 from streamgrad.hf.decoder import masks_by_chunk
 from streamgrad.hf.deepspeed import check_head
 from streamgrad.hf.discover import cannot_be_streamed, names_in
-from streamgrad.hf.mask_checks import check_predictions
 from streamgrad.hf.no_logits import NoLogits
 from streamgrad.hf.passage import Passage
 from streamgrad.hf.patching import (
@@ -45,7 +51,7 @@ from streamgrad.hf.patching import (
     signature_of,
     warn_once,
 )
-from streamgrad.hf.sequence_slices import shared_sequence_group, with_whole_mask
+from streamgrad.hf.sequence_slices import with_whole_mask
 from streamgrad.hf.sharded import device_at_work
 from streamgrad.hf.step_facts import head_known_to_decoder, vocabulary_of
 from streamgrad.hf.tensor_parallel import refuse_cut_head
@@ -190,6 +196,7 @@ def traced_logit_map(model: PreTrainedModel, decoder: nn.Module, head: nn.Module
     recorded: list[Any] = []
 
     def record(logits: Any, *args: Any, **kwargs: Any) -> Tensor:
+        refuse_other_arguments({"labels": tokens}, *args, **kwargs)
         recorded.append(logits)
         return torch.zeros(())
 
@@ -213,7 +220,7 @@ def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream,
     arguments = named_arguments(stock, args, kwargs)
     computes_loss = arguments.get("labels") is not None and torch.is_grad_enabled()
     if not computes_loss or stream.logit_map is None:  # else `check_labels` does
-        _refuse_labels_to_be_shifted(model, arguments)
+        refuse_labels_to_be_shifted(model, arguments)
     with ExitStack() as restore:
         if (given := with_whole_mask(model, arguments)) is not None:
             installed = InstalledForward.on(model.get_decoder())
@@ -221,25 +228,24 @@ def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream,
             restore.enter_context(temporary_attribute(installed.stream, "mask_BT", arguments["attention_mask"]))
             args, kwargs = (), given
         restore.enter_context(stream.in_use.claimed(type(model).__name__, alone=computes_loss))
-        reason = "it was called without labels, as by Trainer for label_smoothing_factor and compute_loss_func"
+        reason: str | None = "it was called without labels, as by Trainer for label_smoothing_factor and compute_loss_func"
         if computes_loss and stream.logit_map is None:
             check_labels(model, arguments | {"shift_labels": arguments["labels"]})
             reason = "its forward computes the loss from full logits itself"
         elif computes_loss:
             check_labels(model, arguments)
-            name = getattr(model.loss_function, "__name__", model.loss_function)
-            reason = f"its loss_function, {name!r}, needs full logits"
-        if not computes_loss or stream.logit_map is None or model.loss_function is not ForCausalLMLoss:
+            reason = why_full_logits(model)
+        if reason is not None:
             with masks_by_chunk(model, arguments):
                 output = stock(*args, **kwargs)
             if torch.is_grad_enabled():
                 protect_gradients(output[0], lambda: parameters_by_depth(model))
                 _announce_full_logits(model, output, arguments, reason)
             return output
-        refuse_backward_hooks(model.get_output_embeddings())
-        job = _HeadJob(
-            model.get_output_embeddings(), stream.config, stream.logit_map, arguments, model.config.get_text_config().vocab_size
-        )
+        assert stream.logit_map is not None
+        head, vocabulary = model.get_output_embeddings(), model.config.get_text_config().vocab_size
+        refuse_backward_hooks(head)
+        job = _HeadJob(head, stream.config, stream.logit_map, arguments, vocabulary)
         restore.enter_context(not_compiled([job.head]))
         known = head_known_to_decoder(model, job.head, tokens=job.targets.numel(), config=stream.config)
         job.weight = restore.enter_context(known)
@@ -265,14 +271,14 @@ class _HeadJob:
     """The head's part of one forward: it holds the targets and computes the loss."""
 
     def __init__(self, head: Any, config: StreamConfig, logit_map: LogitMap, arguments: dict[str, Any], vocabulary: int) -> None:
-        self.head, self.logit_map = head, logit_map
+        self.head, self.logit_map, self.arguments = head, logit_map, arguments
         self.run = own_forward(head)
         self.is_linear = getattr(self.run, "__func__", None) is nn.Linear.forward
         self.items = arguments.get("num_items_in_batch")
         self.is_started = self.is_done = False
         self.passage = Passage()
         self.weight: HeadWeight  # for the call that is under way
-        ignore_index = arguments.get("ignore_index", -100)
+        ignore_index = arguments.get("ignore_index", IGNORED)
         shifted = arguments.get("shift_labels")
         # Position t predicts token t + 1; the last position predicts nothing.
         next_ones = nn.functional.pad(arguments["labels"], (0, 1), value=ignore_index)[..., 1:]
@@ -312,9 +318,10 @@ class _HeadJob:
         self.is_done = True
         kind = hidden.device.type
         self.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-        return LogitsPlaceholder(self.passage.leave(mean_of(total, count) if items is None else total / items))
+        return LogitsPlaceholder(self.passage.leave(quotient(total, count, items)))
 
     def loss_function(self, logits: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the loss that the head has computed, to a forward that passes what `ForCausalLMLoss` takes."""
         if type(logits) is dict and logits.keys() == {"ticket"}:
             # An engine that casts what modules return has copied the placeholder to a dict.
             logits = LogitsPlaceholder(logits["ticket"])
@@ -326,6 +333,7 @@ class _HeadJob:
                 f"an engine rounds the logits, which are {self.dtype}, to {returned}, and they are never made while streaming; "
                 "leave out output_dtype of the head's MixedPrecisionPolicy, or let its param_dtype be the same"
             )
+        refuse_other_arguments(self.arguments, *args, **kwargs)
         (loss,) = self.passage.arrive(logits["ticket"])
         return loss
 
@@ -343,7 +351,7 @@ def refuse_backward_hooks(head: nn.Module) -> None:
 
 def _announce_full_logits(model: Any, output: Any, arguments: dict[str, Any], reason: str) -> None:
     """Warn once what the logits of all tokens take, where a stock head made them."""
-    logits, tokens = getattr(output, "logits", None), _tokens(arguments)
+    logits, tokens = getattr(output, "logits", None), tokens_of(arguments)
     if isinstance(logits, Tensor) and logits.requires_grad and tokens is not None and logits.shape[:2] == tokens.shape[:2]:
         warn_once(
             model,
@@ -352,45 +360,3 @@ def _announce_full_logits(model: Any, output: Any, arguments: dict[str, Any], re
             f"bytes, and their gradient takes as much again: {reason}. The layers are streamed, the head is not. Pass labels, or "
             "take the loss of hidden states by streamgrad.token_logprobs; StreamSFTTrainer streams label smoothing.",
         )
-
-
-def _tokens(arguments: dict[str, Any]) -> Tensor | None:
-    given = arguments.get("input_ids")
-    return arguments.get("inputs_embeds") if given is None else given
-
-
-def _refuse_labels_to_be_shifted(model: Any, arguments: dict[str, Any]) -> None:
-    """Raise for labels that the model would shift itself, where ranks share a sequence."""
-    if arguments.get("labels") is None or arguments.get("shift_labels") is not None:
-        return
-    if shared_sequence_group(model) is not None:
-        raise ValueError(
-            "labels cannot be shifted inside the model where ranks share a sequence: the last token of a slice predicts the "
-            "first of the next. Shift the labels of the whole sequence, and pass each rank its slice of them both as labels and "
-            "as shift_labels."
-        )
-
-
-def check_labels(model: Any, arguments: dict[str, Any]) -> None:
-    """Raise unless there is one label per token, predicted as in the stock model if that token sees no key, and one divisor."""
-    _refuse_labels_to_be_shifted(model, arguments)
-    items = arguments.get("num_items_in_batch")
-    if isinstance(items, Tensor) and items.numel() != 1:
-        raise ValueError(
-            f"num_items_in_batch has shape {tuple(items.shape)}, and the loss is divided by one number. Pass the number of "
-            "predicted tokens in the whole batch, an int or a tensor with one element."
-        )
-    tokens = _tokens(arguments)
-    labels, shifted = arguments.get("labels"), arguments.get("shift_labels")
-    if tokens is None or not isinstance(labels, Tensor):
-        return
-    if labels.shape != tokens.shape[:2]:
-        raise ValueError(
-            f"labels have shape {tuple(labels.shape)} but the input {tuple(tokens.shape[:2])}: there must be one label per "
-            "token. Pass labels of the input's shape, -100 where nothing is to be predicted; they are shifted inside the model."
-        )
-    if arguments.get("attention_mask") is None or shared_sequence_group(model) is not None:
-        return  # slices are checked in `sequence_slices`
-    ignore_index = arguments.get("ignore_index", -100)
-    predicts_BT = nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index) if shifted is None else shifted
-    check_predictions(arguments.get("attention_mask"), predicts_BT != ignore_index, model.get_decoder())

@@ -71,6 +71,9 @@ def stream_attention_forward(
     for name, argument in kwargs.items():
         if name not in _LEFT_UNREAD and argument is not None and argument is not False:
             raise SeamError(f"its attention is called with {name}={type(argument).__name__}, which streaming does not support")
+    for name, factor in (("scaling", scaling), ("softcap", softcap)):
+        if isinstance(factor, Tensor) and (factor.requires_grad or factor.numel() != 1):
+            raise SeamError(f"its attention is called with {name}, a tensor that is trained or no single number")
     if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         _check_explicit(attention_mask)
     if torch.is_autocast_enabled(query.device.type):

@@ -41,9 +41,9 @@ MARGIN, MARGIN_IN_FIXED_SEGMENTS = 0.05, 0.1
 UNFORESEEN = 1.03
 # Share of the available host memory that plans use; the rest is for the program itself and for the kernel.
 HOST_SHARE = 0.85
-# Tokens of a batch in a chunk. A step of 36,000 in one chunk is 1.4 per cent faster than in chunks of 16,384 (docs/performance.md).
-# Below 6,144 matrix products do not fill a large GPU, so smaller ones come after other ways to save memory. The last come after
-# all: chunks that take longer to start than to compute are slower than one more forward pass.
+# Tokens of a batch in a chunk. A step of 36,000 is 1.4 per cent faster in one chunk than in three (docs/performance.md). Below
+# 6,144 matrix products do not fill a large GPU, so smaller ones come after other ways to save memory. The last come after all:
+# chunks that take longer to start than to compute are slower than one more forward pass.
 LARGE_CHUNKS = 32_768, 24_576, 20_480, 16_384, 12_288, 8192, 6144
 SMALL_CHUNKS, LAST_CHUNKS = (4096, 2048), (1024, 512, 256)
 # Where nothing is known about memory.

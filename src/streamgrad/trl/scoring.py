@@ -27,7 +27,8 @@ from streamgrad.config import StreamConfig
 from streamgrad.engine.temporary import temporary_attribute
 from streamgrad.head.linear_head import LogitMap
 from streamgrad.head.token_scores import token_scores
-from streamgrad.hf.causal_lm import HeadStream, causal_lm_forward, check_labels, refuse_backward_hooks
+from streamgrad.hf.causal_lm import HeadStream, causal_lm_forward, refuse_backward_hooks
+from streamgrad.hf.causal_loss import check_labels
 from streamgrad.hf.discover import unwrap
 from streamgrad.hf.passage import Passage
 from streamgrad.hf.patching import InstalledForward, named_arguments, warn_once
