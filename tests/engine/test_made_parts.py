@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -42,38 +45,87 @@ def test_parts_that_the_first_call_makes_are_looked_at(counts, reason):
         model(**batches.plain(None) | {"use_cache": False})
 
 
-def in_a_list(mlp, out):
-    mlp.losses = [out.square().mean()]
-
-
-def in_a_dict(mlp, out):
-    mlp.losses = {"own": out.square().mean()}
-
-
-def as_it_is(mlp, out):
-    mlp.losses = out.square().mean()
+OF_THE_PROGRAM: list[Tensor] = []
+# Ways to keep a loss of the program's own, and to find it again.
+PLACES = {
+    "as it is": (lambda mlp, loss: setattr(mlp, "losses", loss), lambda mlp: mlp.losses),
+    "in a list": (lambda mlp, loss: setattr(mlp, "losses", [loss]), lambda mlp: mlp.losses[0]),
+    "in a dict": (lambda mlp, loss: setattr(mlp, "losses", {"own": loss}), lambda mlp: mlp.losses["own"]),
+    "in lists of a dict": (lambda mlp, loss: setattr(mlp, "losses", {"own": [[loss]]}), lambda mlp: mlp.losses["own"][0][0]),
+    "in a deque": (lambda mlp, loss: setattr(mlp, "losses", deque([loss])), lambda mlp: mlp.losses[0]),
+    "in an object": (lambda mlp, loss: setattr(mlp, "losses", SimpleNamespace(own=loss)), lambda mlp: mlp.losses.own),
+    "in the program": (lambda mlp, loss: OF_THE_PROGRAM.__setitem__(slice(None), [loss]), lambda mlp: OF_THE_PROGRAM[0]),
+}
 
 
 @pytest.mark.parametrize("keep", ["input", "attention", "all"])
-@pytest.mark.parametrize("where", [as_it_is, in_a_list, in_a_dict])
-def test_a_loss_that_is_kept_on_a_part_is_exact_or_refused_in_one_chunk(where, keep):
+@pytest.mark.parametrize("place", PLACES)
+def test_a_loss_that_is_kept_is_exact_or_refused_in_one_chunk(place, keep):
+    put, find = PLACES[place]
+
     def keeping():
         model = tiny_model("llama")
-        model.model.layers[1].mlp.register_forward_hook(lambda mlp, args, out: where(mlp, out))
+        model.model.layers[1].mlp.register_forward_hook(lambda mlp, args, out: put(mlp, out.square().mean()))
         return model
 
     def loss_of(model, batch):
-        loss, own = model(**batch).loss, model.model.layers[1].mlp.losses
-        return loss + (own["own"] if where is in_a_dict else own[0] if where is in_a_list else own)
+        return model(**batch).loss + find(model.model.layers[1].mlp)
 
     model, batch = streamgrad.enable(keeping(), keep=keep, chunk_size=64), batches.plain(None)
     if keep != "all":
-        with pytest.raises(RuntimeError, match="LlamaDecoderLayer 1 keeps a tensor with its graph on a module"):
+        with pytest.raises(RuntimeError, match="LlamaDecoderLayer 1 keeps a tensor with its graph"):
             loss_of(model, batch).backward()
         assert all(parameter.grad is None for parameter in model.parameters())
     else:
         with no_float32():
             assert_same_step(run_step(model, batch, forward=loss_of), run_step(keeping(), batch, forward=loss_of), 1e-10)
+    OF_THE_PROGRAM.clear()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_loss_that_is_kept_is_refused_before_a_step_in_chunks(place):
+    put, _ = PLACES[place]
+    model = streamgrad.enable(tiny_model("llama"), chunk_size=CHUNK)
+    model.model.layers[1].mlp.register_forward_hook(lambda mlp, args, out: put(mlp, out.square().mean()))
+    with pytest.raises(ValueError, match="LlamaDecoderLayer 1 keeps a tensor with its graph"):
+        model(**batches.plain(None))
+    OF_THE_PROGRAM.clear()
+
+
+@pytest.mark.parametrize("chunk_size", [CHUNK, 64])
+def test_what_one_layer_hands_to_the_next_through_a_dict_is_refused(chunk_size):
+    """As residuals of values do: in backward the later layer would take it for a constant."""
+    model, values = tiny_model("llama"), {}
+    first, second = (layer.self_attn.v_proj for layer in model.model.layers[:2])
+    first.register_forward_hook(lambda module, args, out: values.update(first=out))
+    second.register_forward_hook(lambda module, args, out: out + values["first"])
+    streamgrad.enable(model, chunk_size=chunk_size)
+    with pytest.raises((ValueError, RuntimeError), match="LlamaDecoderLayer 0 keeps a tensor with its graph"):
+        run_step(model, batches.plain(None))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("chunk_size", [CHUNK, 64])
+def test_a_layer_that_defines_a_function_which_calls_itself_keeps_nothing(chunk_size):
+    """Such a function is in a cycle with what it uses, which is free as soon as Python looks for cycles."""
+
+    def cycling():
+        model = tiny_model("llama")
+        mlp = model.model.layers[1].mlp
+        plain = mlp.forward
+
+        def forward(hidden):
+            def halved(times):
+                return plain(hidden) if times == 0 else 0.5 * halved(times - 1)
+
+            return halved(2)
+
+        mlp.forward = forward
+        return model
+
+    with no_float32():
+        expected = run_step(cycling(), batches.plain(None))
+        assert_same_step(run_step(streamgrad.enable(cycling(), chunk_size=chunk_size), batches.plain(None)), expected, 1e-10)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")

@@ -270,7 +270,7 @@ class _Shelf:
     def put(self, name, tensors):
         self.items[name] = [tensor.clone() for tensor in tensors]
 
-    def will_be_got(self, order):
+    def will_be_got(self, order, at_once=1):
         self.order = order
 
     def rewind(self):

@@ -233,6 +233,19 @@ def test_a_mixer_is_refused_in_chunks_and_exact_in_one(name):
         assert_same_step(run_step(model, batch), expected, 1e-10)
 
 
+def test_a_scale_that_only_values_of_the_sequence_reach():
+    """Random tokens are small."""
+    model = tiny_model("llama")
+    limit = 2.0
+
+    def limited(norm, args):
+        largest = args[0].detach().abs().amax()
+        return (args[0] * (limit / largest.clamp(min=limit)) ** 2 + 1e-3 * largest.clamp(min=limit),)
+
+    model.model.layers[1].input_layernorm.register_forward_pre_hook(limited)
+    assert_refused(streamgrad.enable(model, chunk_size=CHUNK))
+
+
 def test_rows_do_not_hide_each_other():
     """A scale of each row: with many rows, some token of each is the same in chunks."""
     model = streamgrad.enable(mixed_model(Function(_rounded_by_row)), chunk_size=CHUNK)

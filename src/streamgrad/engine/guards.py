@@ -11,17 +11,15 @@ import functools
 import operator
 import threading
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from types import MethodType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from streamgrad.engine.kept_graphs import keeps_what_is_not_its_output, leaves_of
 from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.module_walk import buffers_in, modules_of, parameters_in
 from streamgrad.ops.autograd import after_backward, backward_pass, without_autocast
@@ -278,7 +276,7 @@ class BuffersInForward:
 def check_leaves(out: Tensor, leaves: Sequence[Tensor], name: str) -> None:
     """Raise if `out` depends on a trainable tensor that is not among `leaves`, such as one from a hook."""
     allowed = {id(leaf) for leaf in leaves}
-    for variable in _leaves_of(out):
+    for variable in leaves_of(out):
         if id(variable) not in allowed:
             raise RuntimeError(
                 f"{name} reads a trainable tensor of shape {tuple(variable.shape)} that is not among its parameters (from a "
@@ -288,64 +286,18 @@ def check_leaves(out: Tensor, leaves: Sequence[Tensor], name: str) -> None:
 
 
 def check_reads(out: Tensor, modules: Sequence[nn.Module], h: Tensor, others: Sequence[Tensor], name: str) -> None:
-    """Raise if a re-run depends on more than its input `h` and its `others`, or keeps a loss, whose forward has no graph."""
+    """Raise if a re-run depends on more than its input `h` and its `others`, or keeps what is made of `others` alone."""
     check_leaves(out, [h, *others], name)
-    if keeps_a_loss(out, modules, h, others):
-        raise RuntimeError(
-            f"{name} keeps a tensor with its graph on a module, as for a loss of its own, and forward has run it without a "
-            'graph, so that loss would give no gradients. Pass keep="all", or call streamgrad.disable(model).'
-        )
+    if keeps_what_is_not_its_output(out, modules, others):
+        raise kept_for_a_loss(name)
 
 
-def keeps_a_loss(out: Tensor, modules: Sequence[nn.Module], h: Tensor, others: Sequence[Tensor]) -> bool:
-    """Return whether a run, which made `out` of its input `h` and `others`, left a tensor on a module that a loss could use.
-
-    That is one made of `h`, or one made of `others` alone that is not in the graph of `out`, as a weight that is normed in every
-    call is.
-    """
-    for tensor in _stored_tensors(modules):
-        leaves = set(map(id, _leaves_of(tensor)))
-        if id(h) in leaves or (tensor.grad_fn not in _nodes_of(out) and not leaves.isdisjoint(map(id, others))):
-            return True
-    return False
-
-
-# Of nearly all attributes of modules: to ask whether they are tensors takes ten times as long.
-_NO_TENSORS = frozenset({bool, int, float, str, type(None), OrderedDict, set, MethodType, partial})
-_OF_ALL_MODULES = frozenset(nn.Module().__dict__)
-
-
-def _stored_tensors(modules: Sequence[nn.Module]) -> list[Tensor]:
-    """Return the tensors with a graph that modules hold beside parameters and buffers, in lists and dicts too."""
-    found: list[Tensor] = []
-    for module in modules:
-        for name, value in module.__dict__.items():
-            kind = type(value)
-            if kind not in _NO_TENSORS and name not in _OF_ALL_MODULES:
-                held = value.values() if kind is dict else value if kind in (list, tuple) else [value]
-                found += [each for each in held if type(each) not in _NO_TENSORS and isinstance(each, Tensor)]
-    return [tensor for tensor in found if tensor.grad_fn is not None]
-
-
-def _leaves_of(out: Tensor) -> Iterator[Tensor]:
-    """Yield the trainable tensors that `out` depends on."""
-    for node in _nodes_of(out):
-        # Only the node of a leaf has no inputs. Asking every node for a variable would double the time.
-        variable = None if node.next_functions else getattr(node, "variable", None)
-        if isinstance(variable, Tensor):
-            yield variable
-
-
-def _nodes_of(out: Tensor) -> list[Any]:
-    """Return the nodes of the graph of `out`."""
-    nodes: list[Any] = [] if out.grad_fn is None else [out.grad_fn]
-    seen = set(nodes)
-    for node in nodes:  # which grow on the way
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                nodes.append(following)
-    return nodes
+def kept_for_a_loss(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name} keeps a tensor with its graph when it is called, as for a loss of its own, or a hook does. Forward has run it "
+        'without a graph, so that loss would give no gradients. Keep tensor.detach(), pass keep="all", or call '
+        "streamgrad.disable(model)."
+    )
 
 
 def check_versions(tensors: Sequence[Tensor], versions: Sequence[int], name: str) -> None:

@@ -24,7 +24,8 @@ from torch import Tensor
 from streamgrad.engine.call import StreamedCall
 from streamgrad.engine.forward import restored_stream, run_forward
 from streamgrad.engine.grad_accumulator import GradAccumulators
-from streamgrad.engine.guards import RerunGuard, check_reads, check_versions, gradient_of_input
+from streamgrad.engine.guards import RerunGuard, check_reads, check_versions, gradient_of_input, kept_for_a_loss
+from streamgrad.engine.kept_graphs import KeptGraph
 from streamgrad.engine.module_walk import modules_of
 from streamgrad.engine.replay import Autocast
 from streamgrad.engine.saved import Saved
@@ -114,6 +115,7 @@ class _StreamedLayer(torch.autograd.Function):
                 h_BLE.requires_grad_(ctx.needs_input_grad[1])
                 chunk = call.chunk((start, stop), stream, in_backward=True, kept=attended)
                 leaves = chunk.token_inputs = token_inputs.leaves(start, stop)
+                kept_graph = KeptGraph(h_BLE) if index == len(chunks) - 1 else None
                 with torch.enable_grad(), ctx.autocast.restored(), ctx.tape.replaying(index):
                     out_BLE = call.run(h_BLE, chunk)
                 chunk.release()
@@ -142,6 +144,8 @@ class _StreamedLayer(torch.autograd.Function):
                         dh_BTE[:, start:stop] = gradient_of_input(h_BLE, call.layer)
                 # Free them and their gradients before the next chunk runs.
                 del h_BLE, attended, chunk, leaves, out_BLE, made, outputs
+                if kept_graph is not None and kept_graph.is_held_on():
+                    raise kept_for_a_loss(call.name)
         guard.check_outcome_later(in_16_bits=ctx.autocast.enabled or ctx.h_dtype.itemsize == 2)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             # A program may hold on to its last loss, and through it to this node.

@@ -1,4 +1,4 @@
-"""Tries a layer on a few random tokens before its first step in chunks, and refuses one whose chunks would differ.
+"""Tries a layer on a few tokens before its first step in chunks, and refuses one whose chunks would differ.
 
     out[:, t] = f(h[:, t])          for every token t, where attention lets each token see itself only
 
@@ -34,7 +34,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamgrad.engine.grad_accumulator import stand_in, swapped_parameters
-from streamgrad.engine.guards import AdapterFacts, check_leaves, keeps_a_loss
+from streamgrad.engine.guards import AdapterFacts, check_leaves
+from streamgrad.engine.kept_graphs import KeptGraph, keeps_what_is_not_its_output
 from streamgrad.engine.kv_chunk import Chunk, SeamError
 from streamgrad.engine.module_walk import buffers_in, modules_of, parameters_in
 from streamgrad.engine.replay import DRAWING, Autocast, RandomTape
@@ -103,11 +104,19 @@ class Trial:
             return
         modules = self.modules = modules_of(layer)  # the first chunk has run, and may have made some of them
         devices = [device for device in {h_BTE.device, *(p.device for p in parameters_in(modules))} if device.type == "cuda"]
-        autocast, generator = Autocast(h_BTE.device.type), torch.Generator().manual_seed(0)
+        autocast, generator = Autocast(h_BTE.device.type), torch.Generator(device="cpu").manual_seed(0)
 
         def draw() -> Tensor:
-            """Return random tokens, small, so that what the layer adds to them is not lost beside them."""
-            return 0.1 * torch.randn(h_BTE.shape[0], tokens, *h_BTE.shape[2:], generator=generator).to(h_BTE)
+            """Return random tokens and, as every second one, one of the sequence, changed by a hundredth.
+
+            Random ones are small, so that what the layer adds to them is not lost beside them. Values of the sequence may reach
+            what small ones do not, as a limit on the largest of all tokens.
+            """
+            noise_BNE = torch.randn(h_BTE.shape[0], tokens, *h_BTE.shape[2:], generator=generator, device="cpu").to(h_BTE)
+            drawn_BNE = 0.1 * noise_BNE
+            places = torch.linspace(0, h_BTE.shape[1] - 1, tokens // 2, dtype=torch.long, device=h_BTE.device)
+            drawn_BNE[:, 1::2] = h_BTE.detach()[:, places] * (1 + 0.01 * noise_BNE[:, 1::2])
+            return drawn_BNE
 
         with (
             DRAWING,  # as other threads may not draw while the generators are set back
@@ -165,7 +174,10 @@ class Trial:
         """
         suspects_BN: Tensor | None = None
         for _ in range(_DRAWS[_precision(h_BNE := draw())]):
-            found = self._compared(h_BNE.requires_grad_(), parts)
+            kept_graph = KeptGraph(h_BNE.requires_grad_())
+            found = self._compared(h_BNE, parts)
+            if kept_graph.is_held_on():
+                raise self._kept_for_a_loss()
             if found is None:
                 return False
             differs_BN, gradients_differ = found
@@ -197,10 +209,8 @@ class Trial:
         check_leaves(whole_BNE, [h_BNE, *parameters_in(modules)], self.name)
         if [tensor._version for tensor in read] != versions:
             raise SeamError(f"a buffer or parameter of {self.name} is modified in place whenever it is called")
-        if keeps_a_loss(whole_BNE, modules, h_BNE, parameters_in(modules)):
-            raise SeamError(
-                f"{self.name} keeps a tensor with its graph on a module, as for a loss of its own, which would be one of a chunk"
-            )
+        if keeps_what_is_not_its_output(whole_BNE, modules, parameters_in(modules)):
+            raise self._kept_for_a_loss()
         if not whole_BNE.isfinite().all():
             return None
         inputs = [h_BNE, *_worth_comparing(modules)] if whole_BNE.requires_grad else []
@@ -213,6 +223,12 @@ class Trial:
         # So that NaN differs: every comparison with it is false.
         differs_BN = ~(_token_difference(parts_BNE, whole_BNE, before) <= self._largest_rounding(whole_BNE))
         return differs_BN, self._differ(self._gradients(parts_BNE, inputs), expected, _precision(h_BNE))
+
+    def _kept_for_a_loss(self) -> SeamError:
+        return SeamError(
+            f"{self.name} keeps a tensor with its graph when it is called, or a hook does, as for a loss of its own, which would "
+            "be one of a chunk; keep tensor.detach()"
+        )
 
     def _gradients(self, out_BNE: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the gradients of `inputs` for the same random gradient of every output of this shape."""
@@ -245,7 +261,7 @@ class Trial:
             return torch.autograd.grad(out_BNE, h_BNE, dout_BNE, retain_graph=True)[0]
 
         dout_BNE = _dout_of(out_BNE)
-        chosen_N = torch.rand(h_BNE.shape[1], generator=torch.Generator().manual_seed(2)) < 0.5
+        chosen_N = torch.rand(h_BNE.shape[1], generator=torch.Generator(device="cpu").manual_seed(2), device="cpu") < 0.5
         chosen_N[0], chosen_N[-1] = True, False
         some_BNE = dout_BNE.clone()
         some_BNE[:, ~chosen_N] = 0
@@ -271,7 +287,7 @@ class Trial:
 
 
 def _dout_of(out_BNE: Tensor) -> Tensor:
-    return torch.randn(out_BNE.shape, generator=torch.Generator().manual_seed(1)).to(out_BNE)
+    return torch.randn(out_BNE.shape, generator=torch.Generator(device="cpu").manual_seed(1), device="cpu").to(out_BNE)
 
 
 def _precision(tensor: Tensor) -> str:
@@ -335,13 +351,15 @@ def _stand_ins(modules: Sequence[nn.Module]) -> dict[int, Tensor]:
 
     Where a parameter has zeros (more than stray ones), random values are in their place.
     """
-    generator, found = torch.Generator().manual_seed(3), {}
+    generator, found = torch.Generator(device="cpu").manual_seed(3), {}
     for parameter in parameters_in(modules):
         if parameter.requires_grad:
             found[id(parameter)] = stand_in(parameter, summed=False)
-            is_zero = parameter.detach() == 0 if type(parameter) is nn.Parameter else torch.zeros(1, dtype=torch.bool)
+            if type(parameter) is not nn.Parameter:
+                continue
+            is_zero = parameter.detach() == 0
             if is_zero.sum() * 1000 > is_zero.numel():
-                values = 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter)
+                values = 0.1 * torch.randn(parameter.shape, generator=generator, device="cpu").to(parameter)
                 found[id(parameter)] = torch.where(is_zero, values, parameter.detach()).requires_grad_()
     return found
 

@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves
 # By name, without a trailing underscore, in torch's own namespace.
 _CONTINUOUS = {
     "abs", "add", "addbmm", "addcdiv", "addcmul", "addmm", "addmv", "alias", "as_strided", "baddbmm", "bmm", "cat", "celu",
-    "clamp", "clamp_max", "clamp_min", "clone", "constant_pad_nd", "contiguous", "convolution", "copy", "copysign", "cos",
-    "cosh", "cumprod", "cumsum", "detach", "div", "dot", "elu", "embedding", "empty_like", "erf", "erfc", "exp", "exp2",
+    "clamp", "clamp_max", "clamp_min", "clone", "constant_pad_nd", "contiguous", "convolution", "copy", "cos", "cosh",
+    "cumprod", "cumsum", "detach", "div", "dot", "elu", "embedding", "empty_like", "erf", "erfc", "exp", "exp2",
     "expand", "expm1", "fill", "flatten", "flip", "full_like", "gather", "gelu", "glu", "hardsigmoid", "hardswish",
     "hardtanh", "index", "index_add", "index_copy", "index_fill", "index_put", "index_select", "leaky_relu", "lerp",
     "lift_fresh", "linalg_vector_norm", "linear", "log", "log10", "log1p", "log2", "log_sigmoid_forward", "log_softmax",
