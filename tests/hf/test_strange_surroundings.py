@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import types
+from contextlib import contextmanager
 
 import pytest
 import torch
 
+import batches
 import streamgrad
-from gradients import assert_same_step, run_step
+from gradients import assert_same_step, no_float32, run_step
 from lora import with_lora
+from streamgrad.attention.blocks import Blocks
+from streamgrad.attention.varlen import PackedTokens, Segment, VarlenMask
 from streamgrad.hf.decoder import _should_stream
 from streamgrad.hf.patching import InstalledForward
 from tiny import tiny_model, tokens
@@ -89,3 +93,63 @@ def test_continuous_batching_is_left_to_stock():
     with torch.no_grad():
         assert _should_stream(decoder, InstalledForward.on(decoder).stream, call)
         assert not _should_stream(decoder, InstalledForward.on(decoder).stream, call | {"cache": object()})
+
+
+@pytest.fixture
+def elsewhere():
+    """New tensors without a device are on none: each that streaming makes says where it is."""
+
+    @contextmanager
+    def default_device():
+        torch.set_default_device("meta")
+        try:
+            yield
+        finally:
+            torch.set_default_device(None)
+
+    return default_device
+
+
+@pytest.mark.parametrize("chunk_size", [4, "auto"])
+@pytest.mark.parametrize(
+    "kind", [batches.right_padded, batches.packed, batches.embedded, batches.dense_mask], ids=lambda f: f.__name__
+)
+def test_another_default_device(kind, chunk_size, elsewhere):
+    model = with_lora(tiny_model("gemma3_text", tie_word_embeddings=False), targets=["q_proj", "lm_head"])
+    batch = kind(model)
+    with no_float32():
+        expected = run_step(model, batch)
+        streamgrad.enable(model, chunk_size=chunk_size)
+        with elsewhere():
+            actual = run_step(model, batch)
+    assert_same_step(actual, expected, 1e-10)
+
+
+def test_rows_that_share_their_beginning_with_another_default_device(elsewhere):
+    model, ids = streamgrad.enable(tiny_model("qwen3"), chunk_size=4), tokens(1, 9).repeat(2, 1)
+    ids[1, -1] += 1
+
+    def hidden_states():
+        found = streamgrad.share_prefixes(ids)
+        return found.unshared(found.hidden_states(model).sum(dim=-1))
+
+    expected = hidden_states()
+    with elsewhere():
+        torch.testing.assert_close(hidden_states(), expected)
+
+
+def test_segments_and_blocks_with_another_default_device(elsewhere):
+    """As varlen kernels and masks by blocks read them, which no step on a CPU runs."""
+    segments = [Segment(0, 0, 3, 0, 3, causal=True), Segment(0, 3, 5, 0, 3, causal=False)]
+    ids = torch.tensor([[0, 0, -1, 1, 1]])
+
+    def made():
+        packed = PackedTokens.of([(0, 0, 3), (0, 3, 5)], torch.device("cpu"))
+        mask = VarlenMask(tuple(segments), 1, 5).visible(5, None, torch.device("cpu"))
+        return packed.cu_seqlens_C, mask, torch.tensor(Blocks(ids, None).uncut, device="cpu")
+
+    expected = made()
+    with elsewhere():
+        actual = made()
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert torch.equal(ours, theirs)

@@ -20,7 +20,8 @@ class Blocks:
     def __init__(self, ids_BT: Tensor, padding_BT: Tensor | None) -> None:
         length = ids_BT.shape[1]
         flags = [ids_BT, torch.ones_like(ids_BT) if padding_BT is None else padding_BT.expand_as(ids_BT).to(ids_BT)]
-        first_T, stop_T = torch.full((length,), length), torch.zeros(length, dtype=torch.long)
+        first_T = torch.full((length,), length, device="cpu")
+        stop_T = torch.zeros_like(first_T)
         for ids_T, is_real_T in torch.stack(flags, dim=1).cpu():
             found = (ids_T >= 0).nonzero().flatten()
             if len(found):
@@ -41,7 +42,7 @@ class Blocks:
 
 def _runs(stop_T: Tensor) -> list[tuple[int, int]]:
     """Return the spans, in order, inside which a cut would part a query `t` from a key before `stop_T[t]`."""
-    places = torch.arange(1, len(stop_T))
+    places = torch.arange(1, len(stop_T), device=stop_T.device)
     cuts = places[stop_T.cummax(dim=0).values[:-1] > places].tolist()
     runs: list[tuple[int, int]] = []
     for cut in cuts:

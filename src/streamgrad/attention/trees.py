@@ -81,8 +81,8 @@ class Tree:
 
     def positions(self) -> Tensor:
         """Return how many tokens each token has before it, (T,)."""
-        pieces = [torch.arange(stop - start) + depth for depth, (start, stop) in self._spans_with_depths()]
-        return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.long)
+        pieces = [torch.arange(stop - start, device="cpu") + depth for depth, (start, stop) in self._spans_with_depths()]
+        return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.long, device="cpu")
 
     def _spans_with_depths(self) -> Iterator[tuple[int, Interval]]:
         for segment, depth in enumerate(self.depths):

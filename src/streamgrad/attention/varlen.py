@@ -111,14 +111,14 @@ class VarlenMask:
 
     def _interval_of_each_query(self) -> Tensor:
         """Return (3, B, L): each query's first key, the end of its keys, and whether its segment is causal."""
-        intervals = torch.zeros(3, self.batch, self.queries, dtype=torch.long)
+        intervals = torch.zeros(3, self.batch, self.queries, dtype=torch.long, device="cpu")
         for segment in self.segments:
             of_segment = intervals[:, segment.row, segment.first_query : segment.last_query]
             rows = segment.last_query - segment.first_query
             of_segment[0] = segment.first_key
-            of_segment[1] = (
-                torch.arange(segment.last_key - rows + 1, segment.last_key + 1) if segment.causal else segment.last_key
-            )
+            of_segment[1] = segment.last_key
+            if segment.causal:
+                of_segment[1] -= torch.arange(rows - 1, -1, -1, device="cpu")
             of_segment[2] = segment.causal
         return intervals
 
@@ -156,7 +156,7 @@ class PackedTokens:
     @staticmethod
     def of(pieces: Sequence[tuple[int, int, int]], device: torch.device) -> PackedTokens:
         lengths = [last - first for _, first, last in pieces]
-        cu_seqlens_C = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        cu_seqlens_C = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cpu")
         return PackedTokens(tuple(_joined(pieces)), cu_seqlens_C.to(device), max(lengths))
 
     def gather(self, tensor_BHTx: Tensor) -> Tensor:
@@ -205,7 +205,9 @@ class RepeatedKeys:
     def of(segments: Sequence[Segment], device: torch.device) -> RepeatedKeys:
         assert not any(segment.row for segment in segments), "a tree is a row of its own"
         lengths = [segment.keys for segment in segments]
-        places_N = torch.cat([torch.arange(*interval) for segment in segments for interval in segment.key_intervals])
+        places_N = torch.cat(
+            [torch.arange(*interval, device="cpu") for segment in segments for interval in segment.key_intervals]
+        )
         keys_M, counts_M = places_N.unique(return_counts=True)
         ends = [0, *((keys_M.diff() > 1).nonzero().flatten() + 1).tolist(), len(keys_M)]
         return RepeatedKeys(

@@ -54,7 +54,7 @@ class PinnedPool:
         self._free.append(buffer)
 
     def _allocate(self, size_bytes: int) -> Tensor:
-        buffer = torch.empty(size_bytes, dtype=torch.uint8)
+        buffer = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
         if self._can_pin:
             # Pinned here and not by torch, which rounds pinned buffers up to a power of two.
             code = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size_bytes, 0))

@@ -64,7 +64,7 @@ def _sum_of_bits(tensor: Tensor) -> Tensor:
     """
     size = tensor.dtype.itemsize
     if not tensor.is_contiguous() or tensor.shape[-1] * size % 8 or tensor.storage_offset() * size % 8:
-        return torch.tensor(torch.nan)
+        return torch.tensor(torch.nan, device="cpu")
     return tensor.detach().view(torch.int64).sum()
 
 

@@ -153,11 +153,11 @@ def share_prefixes(
     if not is_real_BT.any():
         raise ValueError(f"none of the tokens of a batch of shape {tuple(input_ids.shape)} is real. Pass a row with some.")
     rows, firsts = _rows(ids_BT, is_real_BT), _first(is_real_BT)
-    scored_BT[torch.arange(len(rows)), firsts] = False  # nothing comes before it
+    scored_BT[torch.arange(len(rows), device="cpu"), firsts] = False  # nothing comes before it
     prompts = torch.where(scored_BT.any(1), _first(scored_BT) - firsts, is_real_BT.sum(1)).tolist()
     layout = _Layout(rows, prompts, firsts.tolist(), same_padding)
     place_BT = torch.zeros_like(ids_BT, dtype=torch.long)
-    place_BT[is_real_BT] = torch.cat([torch.arange(*span) for spans in layout.places for span in spans])
+    place_BT[is_real_BT] = torch.cat([torch.arange(*span, device="cpu") for spans in layout.places for span in spans])
     tree = Tree(tuple(layout.ends), tuple(layout.parents))
     tokens_N = ids_BT.new_zeros(tree.length)
     tokens_N[place_BT[is_real_BT]] = ids_BT[is_real_BT]
@@ -218,7 +218,7 @@ class _Layout:
             before = self.length
             self._add(group, 0, -1)
             self.moved |= len({firsts[row] for row in group}) > 1
-            self.shifts.append(torch.full((self.length - before,), firsts[group[0]]))
+            self.shifts.append(torch.full((self.length - before,), firsts[group[0]], device="cpu"))
 
     def _add(self, group: list[int], offset: int, parent: int) -> None:
         """Add what the rows of a group have from `offset` on: the beginning that they share, then their branches."""

@@ -163,8 +163,8 @@ class _Trial:
 
     def __init__(self, model: Any, decoder: Any, device: torch.device) -> None:
         self.base, self.decoder, self.device = model.base_model, decoder, device
-        words, generator = model.config.get_text_config(decoder=True).vocab_size, torch.Generator().manual_seed(0)
-        self.rows_RT = torch.randint(words, (_ROWS, _SHARED + _OWN), generator=generator)
+        words, generator = model.config.get_text_config(decoder=True).vocab_size, torch.Generator("cpu").manual_seed(0)
+        self.rows_RT = torch.randint(words, (_ROWS, _SHARED + _OWN), generator=generator, device="cpu")
         self.rows_RT[:, :_SHARED] = self.rows_RT[0, :_SHARED]
 
     def shared(self, first: int) -> Tensor:
