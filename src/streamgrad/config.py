@@ -50,10 +50,11 @@ class StreamConfig:
     Args:
         chunk_size (`int` or `"auto"`, defaults to `"auto"`):
             Tokens of one sequence that a decoder layer processes at a time. Memory of a layer's wide tensors (queries,
-            MLP) grows with it; the number of kernel launches falls with it. `"auto"`: up to 32,768 tokens of a batch, less
-            where the budget asks for it.
+            MLP) grows with it; the number of kernel launches falls with it. `"auto"`: up to 32,768 tokens of the whole batch
+            (rows times tokens of each row), fewer where memory is short.
         head_chunk_size (`int` or `"auto"`, defaults to `"auto"`):
-            Tokens whose logits exist at a time in the language-modelling head; `"auto"` goes by the memory that is free.
+            Tokens whose logits exist at a time in the language-modelling head. `"auto"`: as many as an eighth of the free
+            memory holds, 4,096 at most.
         keep (`str`, defaults to `"auto"`):
             What a layer keeps between forward and backward. `"input"`: its input only. `"attention"`: also keys, values,
             attention output and log-sum-exp, so that attention runs forward once a step. `"all"`: the ordinary graph
@@ -63,20 +64,22 @@ class StreamConfig:
             Where what is kept waits for backward. `"none"`: on the device. `"host"`: in pinned host memory, copied
             during the computation (CUDA; on a CPU there is nothing to move). `"auto"`: on the host what the device cannot hold.
         recompute_layers (`int` or `"auto"`, defaults to `"auto"`):
-            With n, only every n-th layer keeps its input from forward to backward, and backward runs the layers between once
-            more forward. So 1/n of the inputs is kept, and n - 1 inputs come back while backward is among these layers. For steps
-            that neither device nor host can hold otherwise. `"auto"`: 1, or the smallest n of a plan that fits the memory.
+            With n, only every n-th layer keeps its input from forward to backward. Backward first runs the n - 1 layers after
+            it forward once more, which makes their inputs again. This is for steps that neither device nor host can hold
+            otherwise. `"auto"`: the smallest n that fits.
         attention (`str`, defaults to `"auto"`):
             Kernel for the blocks of streamed attention. `"auto"`: the fastest that supports the model, mask, dtype and device.
-            `"fa4"`: the same, with FlashAttention-4 (the extra `[fa4]`) in the place of torch's own flash
-            attention, in the whole process.
+            `"fa4"`: the same, with FlashAttention-4 (the extra `[fa4]`) in place of torch's own flash attention, in the whole
+            process.
         fused_kernels (`str`, defaults to `"auto"`):
-            Whether norms, rotary embeddings, gated activations and what stands around the products of experts run as one fused
-            kernel each, in families whose code is known. `"auto"`: for 16-bit values on CUDA. `"on"`: always. `"off"`: never.
+            Whether norms, rotary embeddings, gated activations, and the routing and weighting of experts run as one Triton
+            kernel each. Only code that streamgrad recognises is replaced. `"auto"`: for 16-bit values on CUDA. `"on"`: always.
+            `"off"`: never.
         compile_layers (`bool`, defaults to `False`):
-            Whether to compile layers by torch.compile, for steps in which every layer keeps the ordinary graph and nothing runs
-            in chunks. The first such step takes 20 to 30 seconds longer, and later ones are faster where launches decide, at a
-            few thousand tokens. Layers that you compile yourself, by `layer.compile()`, run compiled in such steps anyway.
+            Whether to compile layers with torch.compile, in steps so short that every layer keeps the ordinary graph. The first
+            such step takes 20 to 30 seconds longer. Later ones are faster at up to a few thousand tokens, where launching
+            kernels takes longer than running them. Layers that you compile yourself, with `layer.compile()`, run compiled in
+            such steps anyway.
         memory_budget (`int` or `str`, *optional*):
             Device bytes that a step may use, weights included: a number, or for example `"80GiB"`. Defaults to what is free
             when the step begins.

@@ -128,7 +128,7 @@ def test_positions_go_on_from_the_parent():
 @pytest.mark.parametrize(
     ("ends", "parents", "told"),
     [
-        ((3, 2), (-1, 0), r"ends=\(3, 2\) fall"),
+        ((3, 2), (-1, 0), r"ends=\(3, 2\) are not in order"),
         ((3, 5), (-1, 1), "the parent of segment 1 is 1"),
         ((3, 5), (-1,), "2 ends and 1 parents"),
     ],

@@ -125,7 +125,7 @@ def test_the_error_names_the_head():
     with (
         nothing_left_of_a_step(model),
         mock.patch.object(LinearHead, "product", side_effect=torch.OutOfMemoryError("none.")),
-        pytest.raises(torch.OutOfMemoryError, match="in the language-modelling head. Less is taken by a smaller head_chunk_size"),
+        pytest.raises(torch.OutOfMemoryError, match="in the language-modelling head. To use less, pass a smaller head"),
     ):
         model(**short_batch())
 

@@ -42,7 +42,7 @@ class Tree:
         if len(self.ends) != len(self.parents):
             raise ValueError(f"a tree has {len(self.ends)} ends and {len(self.parents)} parents. Pass one of each for a segment.")
         if list(self.ends) != sorted(self.ends) or (self.ends and self.ends[0] < 0):
-            raise ValueError(f"ends={self.ends} fall. Segments follow one another: pass where each ends.")
+            raise ValueError(f"ends={self.ends} are not in order. Segments follow one another: pass where each ends, in order.")
         wrong = [index for index, parent in enumerate(self.parents) if not -1 <= parent < index]
         if wrong:
             raise ValueError(

@@ -68,8 +68,8 @@ class StreamedCall:
             ways.append(f"chunk_size={min(self.chunk_size, h_shape[1]) // 2 or 1}")
         return (
             f"while {self.name} {doing}, with {h_shape[0]} x {h_shape[1]} tokens in chunks of {self.chunk_size} and keep="
-            f"{policy.keep!r}{' on the host' if policy.on_host else ''}. Less is taken by {', '.join(ways)}, or a shorter "
-            f"sequence. {then}"
+            f"{policy.keep!r}{' on the host' if policy.on_host else ''}. To use less, pass {', '.join(ways)}, or a "
+            f"shorter sequence. {then}"
         ).rstrip()
 
     def with_ordinary_graph(self, h_BTE: Tensor) -> tuple[Tensor, ...]:

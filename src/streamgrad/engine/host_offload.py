@@ -230,7 +230,7 @@ class _Item:
 def _shortage(wanted_bytes: int, held_bytes: int) -> str:
     return (
         f"where {wanted_bytes} bytes of host memory were needed for what a layer keeps, beside {held_bytes} that are held "
-        'for it. Less is taken by offload="none", keep="input" or a shorter sequence.'
+        'for it. To use less, pass offload="none", keep="input" or a shorter sequence.'
     )
 
 

@@ -1,4 +1,4 @@
-"""Returns whether a module is an unmodified linear map of torch, and whether hooks or function modes see its output too."""
+"""Tells whether a module is an unmodified linear map of torch, and whether hooks or function modes see its output."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def naming_shortage(told: Callable[[], str]) -> Iterator[None]:
 
 in_head = naming_shortage(
     lambda: (
-        "in the language-modelling head. Less is taken by a smaller head_chunk_size (chunk_size, where you call the head "
+        "in the language-modelling head. To use less, pass a smaller head_chunk_size (chunk_size, where you call the head "
         "yourself), or a shorter sequence."
     )
 )

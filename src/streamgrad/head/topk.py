@@ -75,11 +75,12 @@ def linear_topk_divergence(
 ) -> Tensor:
     """Return the divergence of each token's student from K log-probabilities of a teacher, without holding all logits.
 
-    `teacher_indices` (..., K) are the tokens of `teacher_logprobs` (..., K), in any order; -inf stands for one that is missing.
-    The student's are those of the same tokens, at `temperature`. The rest of the vocabulary is one more token for both
-    (`add_tail=True`), or is left out, and both are divided by their sum. Between these K + 1 or K probabilities, `kind`, `beta`,
-    `mask` and `chunk_size` are as for `linear_divergence`; tail and sums are those of TRL's distillation from a server.
-    Gradients are those of the student.
+    `teacher_indices` (..., K) are the tokens of `teacher_logprobs` (..., K), in any order; -inf stands for a missing one. The
+    student's log-probabilities are those of the same K tokens, at `temperature`.
+
+    With `add_tail=True`, the rest of the vocabulary counts as one more token, for teacher and student. Otherwise it is left out,
+    and the K probabilities of each are divided by their sum. TRL's distillation from a server does the same. `kind`, `beta`,
+    `mask` and `chunk_size` are as for `linear_divergence`. Only the student gets gradients.
     """
     share = teacher_share(kind, beta)
     if teacher_logprobs.requires_grad and torch.is_grad_enabled():

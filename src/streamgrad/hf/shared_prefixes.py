@@ -128,17 +128,18 @@ def share_prefixes(
     *,
     same_padding: bool = False,
 ) -> SharedBatch:
-    """Return the batch as one row in which what rows have in common at their beginnings occurs once.
+    """Return the batch as one row in which the tokens that several rows begin with occur once.
 
-    Equal prompts are shared whatever their length, and beginnings that agree beyond or before that if at least 16 tokens do.
+    Rows with equal prompts share them, however short. Rows share other equal beginnings too, of part of a prompt or of a prompt
+    and part of a completion, if at least 16 more tokens are equal.
 
     Args:
         input_ids: (B, T).
         attention_mask: (B, T), nonzero for real tokens, which must be consecutive in a row; padding may be on either side.
         completion_mask: (B, T), nonzero for the tokens that are scored, by default all real ones but a row's first. A row's
             prompt is what comes before them.
-        same_padding: whether rows share only with those that have as much padding before them. Then every token has the
-            position that it has in the stock model, as models need whose positions are not rotary.
+        same_padding: whether only rows with equally much padding before them share. Then every token has the position that it
+            has in the stock model, which models need whose positions are not rotary.
     """
     ids_BT, is_real_BT = input_ids.cpu(), torch.ones_like(input_ids, dtype=torch.bool, device="cpu")
     for name, given in (("attention_mask", attention_mask), ("completion_mask", completion_mask)):

@@ -1,4 +1,4 @@
-"""Small differentiable pieces, which all that needs torch is made of."""
+"""Small differentiable operations, from which the rest of the package is built."""
 
 from streamgrad.versions import check_version
 

@@ -173,7 +173,8 @@ class Deferred(Tensor):
     def data(self, other: Tensor) -> None:
         if (other.shape, other.dtype, other.device) != (self.shape, self.dtype, self.device):
             raise RuntimeError(
-                "data of another shape or dtype are assigned to a layer's product. Call streamgrad.disable(model)."
+                "`.data` of a layer's product was set to a tensor of another shape, dtype or device. Set it to one of the same, "
+                "or call streamgrad.disable(model)."
             )
         self.values().data = other
 
@@ -182,7 +183,10 @@ class Deferred(Tensor):
     def _check_operands(self) -> None:
         """Raise if an operand is no longer what it was when the operation was called."""
         if not self._operands:
-            raise RuntimeError("the output of a layer's re-run is read after the re-run. Copy what you need of it in forward.")
+            raise RuntimeError(
+                "the output of a layer that was run again in backward was kept, as by a hook, and is read afterwards. Copy what "
+                "you need of it in the hook."
+            )
         if [operand._version for operand in self._operands] != self._versions:
             raise RuntimeError(
                 "an operand of a layer's last product or sum was changed in place before its result was read, so that result "

@@ -1,4 +1,4 @@
-"""What stands between the matrix products of experts, each as one operation forward and one backward.
+"""Routing and weighting of experts, between their matrix products: each is one operation forward and one backward.
 
 A router sends each of T tokens to K experts. The T x K pairs stand in the order of their experts, so that one matrix product
 serves all experts (`grouped_mm`), and

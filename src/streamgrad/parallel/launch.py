@@ -1,4 +1,4 @@
-"""What a launcher was asked for, beside what Accelerate made of it."""
+"""Compares what a launcher was asked for with what Accelerate made of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WITHOUT_ENGINE = ("NO", "MULTI_CPU")
 
 
 def check_launch(state: Any) -> None:
-    """Raise where Accelerate has silently left out what its launcher was asked for: the engine, or the other processes.
+    """Raise if Accelerate has silently ignored what its launcher was asked for: the engine, or the other processes.
 
     `state` is an `Accelerator` or a `PartialState`. On processors, whether for want of GPUs or by ACCELERATE_USE_CPU and
     `use_cpu`, Accelerate knows DDP alone, whatever the configuration file says.

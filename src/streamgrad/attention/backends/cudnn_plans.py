@@ -1,10 +1,10 @@
 """Decides when cuDNN's plan for a shape is worth its cost.
 
-cuDNN prepares a plan for every new shape, which takes as long as dozens of calls; FlashAttention needs none and runs at about
-half the speed. Sequences of ever new lengths would pay for plans that are used once. So a shape runs on flash until it has lost
-there the time that a plan costs, and on cuDNN from then on: at most twice the time of the best choice in hindsight. A shape that
-would lose this much within the step that brings it has its plan at once. So has one that comes in three steps in a row, as where
-sequences are packed to one length.
+cuDNN prepares an execution plan for every new shape, which takes as long as dozens of calls. FlashAttention needs none, and runs
+at about half the speed. If every sequence has a new length, plans would be made for a single use. So a shape runs on flash until
+it has lost there the time that a plan costs, and on cuDNN from then on. That takes at most twice the time of the best choice in
+hindsight. A shape gets its plan at once if it would lose that time within its first step, or if it comes in three steps in a
+row, as where sequences are packed to one length.
 """
 
 from __future__ import annotations
