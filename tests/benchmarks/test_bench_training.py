@@ -272,7 +272,7 @@ def test_a_cut_step_beside_its_ballast_holds_what_the_whole_one_does(objective):
         options = replace(whole.options, offload=config.offload, recompute_layers=config.recompute_layers, machine=place)
         outlook = Estimator(shape, options).streamed(Estimator(shape, options).load(case.tokens), longest=0)
         assert outlook.fits, case
-        assert outlook.peak_bytes + beside == pytest.approx(case.predicted_bytes, rel=0.015), case
+        assert outlook.peak_bytes + beside == pytest.approx(case.predicted_bytes, rel=0.02), case
 
 
 def test_a_prediction_is_confirmed_by_a_step_that_has_not_run(invoke, tmp_path, monkeypatch):

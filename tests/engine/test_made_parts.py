@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import batches
 import streamgrad
 from gradients import assert_same_step, no_float32, run_step
+from lora import with_lora
 from tiny import tiny_model, tokens
 
 CHUNK = 7
@@ -73,8 +77,8 @@ def test_a_loss_that_is_kept_is_exact_or_refused_in_one_chunk(place, keep):
 
     model, batch = streamgrad.enable(keeping(), keep=keep, chunk_size=64), batches.plain(None)
     if keep != "all":
-        with pytest.raises(RuntimeError, match="LlamaDecoderLayer 1 keeps a tensor with its graph"):
-            loss_of(model, batch).backward()
+        with pytest.raises(ValueError, match="LlamaDecoderLayer 1, or a hook in it, keeps a tensor with its graph"):
+            loss_of(model, batch)
         assert all(parameter.grad is None for parameter in model.parameters())
     else:
         with no_float32():
@@ -87,7 +91,7 @@ def test_a_loss_that_is_kept_is_refused_before_a_step_in_chunks(place):
     put, _ = PLACES[place]
     model = streamgrad.enable(tiny_model("llama"), chunk_size=CHUNK)
     model.model.layers[1].mlp.register_forward_hook(lambda mlp, args, out: put(mlp, out.square().mean()))
-    with pytest.raises(ValueError, match="LlamaDecoderLayer 1 keeps a tensor with its graph"):
+    with pytest.raises(ValueError, match="LlamaDecoderLayer 1, or a hook in it, keeps a tensor with its graph"):
         model(**batches.plain(None))
     OF_THE_PROGRAM.clear()
 
@@ -100,32 +104,97 @@ def test_what_one_layer_hands_to_the_next_through_a_dict_is_refused(chunk_size):
     first.register_forward_hook(lambda module, args, out: values.update(first=out))
     second.register_forward_hook(lambda module, args, out: out + values["first"])
     streamgrad.enable(model, chunk_size=chunk_size)
-    with pytest.raises((ValueError, RuntimeError), match="LlamaDecoderLayer 0 keeps a tensor with its graph"):
+    with pytest.raises(ValueError, match="LlamaDecoderLayer 0, or a hook in it, keeps a tensor with its graph"):
         run_step(model, batches.plain(None))
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("chunk_size", [CHUNK, 64])
-def test_a_layer_that_defines_a_function_which_calls_itself_keeps_nothing(chunk_size):
-    """Such a function is in a cycle with what it uses, which is free as soon as Python looks for cycles."""
+def test_a_hook_that_is_there_in_forward_alone_is_refused(chunk_size):
+    """The usual way to collect what a loss is made of."""
+    model, kept = streamgrad.enable(tiny_model("llama"), chunk_size=chunk_size), []
+    hook = model.model.layers[1].mlp.register_forward_hook(lambda mlp, args, out: kept.append(out))
+    with pytest.raises(ValueError, match="LlamaDecoderLayer 1, or a hook in it, keeps a tensor with its graph"):
+        model(**batches.plain(None))
+    hook.remove()
 
-    def cycling():
-        model = tiny_model("llama")
+
+@pytest.mark.parametrize("chunk_size", [CHUNK, 64])
+@pytest.mark.parametrize("of", ["weights", "outputs"])
+def test_a_loss_of_a_layer_whose_input_needs_no_gradient_is_refused(of, chunk_size):
+    model, kept = with_lora(tiny_model("llama")), []
+    target = next(module for module in model.modules() if type(module).__name__ == "LlamaDecoderLayer").self_attn.q_proj
+
+    def keep(module, args, out):
+        kept.append(target.lora_A["default"].weight.square().mean() if of == "weights" else out)
+
+    target.register_forward_hook(keep)
+    streamgrad.enable(model, chunk_size=chunk_size)
+    with pytest.raises(ValueError, match="LlamaDecoderLayer 0, or a hook in it, keeps a tensor with its graph"):
+        model(**batches.plain(None))
+
+
+@pytest.mark.parametrize("chunk_size", [CHUNK, 64])
+def test_what_is_kept_without_its_graph_or_let_go_of_is_no_loss(chunk_size):
+    def watched():
+        model, kept = tiny_model("llama"), {}
         mlp = model.model.layers[1].mlp
-        plain = mlp.forward
-
-        def forward(hidden):
-            def halved(times):
-                return plain(hidden) if times == 0 else 0.5 * halved(times - 1)
-
-            return halved(2)
-
-        mlp.forward = forward
+        mlp.register_forward_pre_hook(lambda mlp, args: kept.update(given=args[0]))
+        mlp.register_forward_hook(lambda mlp, args, out: out + 0.1 * kept.pop("given").tanh())
+        mlp.register_forward_hook(lambda mlp, args, out: kept.update(seen=out.detach()))
         return model
 
     with no_float32():
+        expected = run_step(watched(), batches.plain(None))
+        assert_same_step(run_step(streamgrad.enable(watched(), chunk_size=chunk_size), batches.plain(None)), expected, 1e-10)
+
+
+@pytest.mark.parametrize("chunk_size", [CHUNK, 64])
+def test_observers_that_hold_on_to_nodes_are_no_loss(chunk_size):
+    model, batch = tiny_model("llama"), batches.plain(None)
+    views = torch.ones(3, requires_grad=True).clone().unbind()
+    with torch.no_grad():
+        views[0].zero_()  # from now on torch raises where it is asked for its node
+    with no_float32():
+        expected = run_step(model, batch)
+        streamgrad.enable(model, chunk_size=chunk_size)
+        with FlopCounterMode(display=False):
+            assert_same_step(run_step(model, batch), expected, 1e-10)
+
+
+def through_a_function_that_calls_itself(plain, hidden):
+    def halved(times):
+        return plain(hidden) if times == 0 else 0.5 * halved(times - 1)
+
+    return halved(2)
+
+
+def beside_an_exception_that_is_held(plain, hidden):
+    error = None
+    try:
+        raise NotImplementedError(hidden.shape)
+    except NotImplementedError as raised:
+        error = raised
+    return plain(hidden) if error is not None else hidden
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("chunk_size", [CHUNK, 64])
+@pytest.mark.parametrize("way", [through_a_function_that_calls_itself, beside_an_exception_that_is_held])
+def test_a_layer_whose_frame_is_in_a_cycle_keeps_nothing(way, chunk_size, threads):
+    """Python frees such a frame, and the tensors in it, as soon as it looks for cycles."""
+
+    def cycling():
+        model = tiny_model("llama")
+        for layer in model.model.layers:
+            layer.mlp.forward = partial(way, layer.mlp.forward)
+        return model
+
+    models = [streamgrad.enable(cycling(), chunk_size=chunk_size) for _ in range(threads)]
+    with no_float32(), ThreadPoolExecutor(threads) as pool:
         expected = run_step(cycling(), batches.plain(None))
-        assert_same_step(run_step(streamgrad.enable(cycling(), chunk_size=chunk_size), batches.plain(None)), expected, 1e-10)
+        for actual in pool.map(lambda model: run_step(model, batches.plain(None)), models):
+            assert_same_step(actual, expected, 1e-10)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")

@@ -210,7 +210,7 @@ def mixed_model(mixer: nn.Module, dtype: torch.dtype = torch.float64, family: st
     return model
 
 
-def assert_refused(model, match: str = "LlamaDecoderLayer 1 ") -> None:
+def assert_refused(model, match: str = "LlamaDecoderLayer 1") -> None:
     model.zero_grad()
     with pytest.raises(ValueError, match=match):
         model(**batches.plain(model))

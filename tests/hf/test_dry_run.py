@@ -64,7 +64,9 @@ def test_layers_of_every_kind_cost_what_the_probe_measures(family):
     model(input_ids=ids, labels=ids)
     probed = [vars(each) for each in InstalledForward.on(model.get_decoder()).stream.planner._costs.values()]
     for name, count in vars(costs).items():
-        assert count == pytest.approx(max(each[name] for each in probed), rel=0.02), name
+        # Bytes of a chunk that runs forward beside others; none where the layers of one kind run theirs one by one.
+        of_all = min if name == "forward" else max
+        assert count == pytest.approx(of_all(each[name] for each in probed), rel=0.02), name
 
 
 @needs_states

@@ -120,7 +120,7 @@ def test_what_is_forgotten_cannot_be_read():
     residual, hidden, weight, _ = inputs()
     out = residual + linear(hidden, weight, label="a label")
     forget(out)
-    with pytest.raises(RuntimeError, match="read after the re-run"):
+    with pytest.raises(RuntimeError, match="is read afterwards"):
         out.sum()
 
 

@@ -76,7 +76,7 @@ def run_forward(
     `guard` and `kept`, given if a backward pass follows, are told of each chunk, which runs in `drawing` of its number.
     """
     stream, spans = call.new_stream(h_BTE.shape[1]), call.spans(h_BTE.shape[1])
-    trial = call.trial(h_BTE.shape[1]) if len(spans) > 1 else None
+    trial = call.trial(h_BTE.shape[1]) if len(spans) > 1 or kept is not None else None
     with call.surroundings():
         # Detached, else chunks would require a gradient, and hooks on submodules would see that.
         return _ForwardPass(call, h_BTE.detach(), stream, tape, drawing, guard, kept, trial).run(spans), stream
@@ -93,7 +93,7 @@ class _ForwardPass:
     drawing: Drawing
     guard: RerunGuard | None
     kept: Saved | None
-    trial: Trial | None  # where there are several chunks
+    trial: Trial | None  # where there are several chunks, or a backward pass follows
     one_by_one: bool = False  # whether chunks run alone from now on
 
     def run(self, spans: Sequence[Span]) -> list[Tensor]:
@@ -108,7 +108,7 @@ class _ForwardPass:
                 check_leaves(out_BLE, [], call.name)
                 buffers.check()
                 if stretch.first == 0 and self.trial is not None:
-                    self.trial(h_BTE)
+                    self.trial(h_BTE, in_chunks=len(spans) > 1)
                 self._note(stretch, out_BLE, chunk, combined=combined)
                 ran.append(len(stretch.spans))
                 made, start, stop = [out_BLE, *chunk.recorded], chunk.start, chunk.stop

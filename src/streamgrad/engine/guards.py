@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from streamgrad.engine.kept_graphs import keeps_what_is_not_its_output, leaves_of
+from streamgrad.engine.kept_graphs import leaves_of
 from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.module_walk import buffers_in, modules_of, parameters_in
 from streamgrad.ops.autograd import after_backward, backward_pass, without_autocast
@@ -283,21 +283,6 @@ def check_leaves(out: Tensor, leaves: Sequence[Tensor], name: str) -> None:
                 "hook, or shared from outside of it), and a streamed module cannot return its gradient. Register it as a "
                 "parameter of the module, or call streamgrad.disable(model)."
             )
-
-
-def check_reads(out: Tensor, modules: Sequence[nn.Module], h: Tensor, others: Sequence[Tensor], name: str) -> None:
-    """Raise if a re-run depends on more than its input `h` and its `others`, or keeps what is made of `others` alone."""
-    check_leaves(out, [h, *others], name)
-    if keeps_what_is_not_its_output(out, modules, others):
-        raise kept_for_a_loss(name)
-
-
-def kept_for_a_loss(name: str) -> RuntimeError:
-    return RuntimeError(
-        f"{name} keeps a tensor with its graph when it is called, as for a loss of its own, or a hook does. Forward has run it "
-        'without a graph, so that loss would give no gradients. Keep tensor.detach(), pass keep="all", or call '
-        "streamgrad.disable(model)."
-    )
 
 
 def check_versions(tensors: Sequence[Tensor], versions: Sequence[int], name: str) -> None:

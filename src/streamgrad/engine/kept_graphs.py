@@ -1,71 +1,90 @@
-"""Finds what a run of a layer leaves behind with its graph, as for a loss of its own, which would get no gradients.
+"""Tells whether a layer keeps something with its graph when it is called: for a loss of its own, or for a later layer to read.
 
-Forward has run the layer without a graph. What a program kept of it then, in a list or on a module, has none; what it keeps of
-the run in backward has one, too late for any loss.
+Forward runs a streamed layer without a graph. What is kept of it then has none, so that a loss of it would give no gradients,
+silently. So the layer is run once with a graph, on a few tokens, and the graph must be gone when its output is.
 """
 
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from streamgrad.engine.module_walk import parameters_in
 
 
-class KeptGraph:
-    """Tells whether a tensor that a run makes of `leaf` is held, wherever that is, once the run and its backward are over.
+def keeps_a_graph(run: Callable[[Tensor], Tensor], h: Tensor, modules: Sequence[nn.Module]) -> bool:
+    """Return whether `run(h)`, of a layer with these modules, leaves a tensor with its graph behind, wherever that is.
 
-    The node of autograd that collects a leaf's gradient is held by graphs alone, and holds the hook that is looked for first: in
-    nearly every run it is gone. If not, all tensors are looked through, for an observer may hold nodes and no tensor
-    (`FlopCounterMode` does).
+    A module may keep one that is made of parameters alone, if the output is made of it: a weight that is normed in every call.
+    """
+    parameters = [p for p in parameters_in(modules) if p.requires_grad and type(p) in (Tensor, nn.Parameter)]
+    graphs = _Graphs(h, parameters)
+    out = run(h)
+    nodes = set(nodes_of(out))
+    if any(tensor.grad_fn not in nodes for tensor in _stored_tensors(modules)):
+        return True
+    del out, nodes
+    return graphs.are_held(modules)
+
+
+class _Graphs:
+    """Those that begin at `h` or at one of the `parameters`.
+
+    Graphs alone hold the nodes of autograd that collect a leaf's gradient. Each is given a hook, which is gone with it. If one is
+    not, all tensors are looked through, for an observer may hold nodes and no tensor (`FlopCounterMode` does).
     """
 
-    def __init__(self, leaf: Tensor) -> None:
-        self._leaf = weakref.ref(leaf)
-        self._node = self._hook = None
-        if leaf.requires_grad:
-            with torch.enable_grad():
-                self._node = leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-            hook = _Hook()
-            self._node.register_prehook(hook)  # type: ignore[union-attr]
-            self._hook = weakref.ref(hook)
+    _one_at_a_time: threading.Lock = threading.Lock()  # else the lists of one thread would be found to hold another's tensors
 
-    def is_held_on(self) -> bool:
-        """Return whether such a tensor is there still. The caller has let go of the leaf, and of what it made of it."""
-        self._node = None
-        if self._hook is None or self._hook() is None or not self._has_a_tensor():
+    def __init__(self, h: Tensor, parameters: Sequence[Tensor]) -> None:
+        self._h, self._parameters = h, parameters
+        self._nodes = [get_gradient_edge(leaf).node for leaf in (h, *parameters)]
+        hooks = [_Hook() for _ in self._nodes]
+        for node, hook in zip(self._nodes, hooks, strict=True):
+            node.register_prehook(hook)
+        self._hooks = [weakref.ref(hook) for hook in hooks]
+
+    def are_held(self, modules: Sequence[nn.Module]) -> bool:
+        """Return whether there is a tensor of such a graph, but for what modules may keep. The caller holds none."""
+        self._nodes = []
+        if not self._are_there():
             return False
-        gc.collect()  # a function that a layer defines and that calls itself holds itself, and the tensors it uses
-        return self._has_a_tensor()
+        gc.collect(1)  # young cycles: an exception that a layer keeps holds the frame that keeps it
+        if not self._are_there() or not self._has_a_tensor(modules):
+            return False
+        gc.collect()
+        return self._has_a_tensor(modules)
 
-    def _has_a_tensor(self) -> bool:
-        with torch._C.DisableTorchFunctionSubclass():
-            alive = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and each.grad_fn is not None]
-            made = [tensor for tensor in alive if any(leaf is self._leaf() for leaf in leaves_of(tensor))]
-        # What graphs save for backward is held by nothing of Python.
-        return any(holder is not alive and holder is not made for holder in gc.get_referrers(*made))
+    def _are_there(self) -> bool:
+        return any(hook() is not None for hook in self._hooks)
+
+    def _has_a_tensor(self, modules: Sequence[nn.Module]) -> bool:
+        allowed = {id(tensor) for tensor in _stored_tensors(modules)}
+        parameters = {id(parameter) for parameter in self._parameters}
+        with self._one_at_a_time:
+            alive = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+            made = []
+            for tensor in alive:
+                leaves = {id(leaf) for leaf in leaves_of(tensor)}
+                if id(self._h) in leaves or (id(tensor) not in allowed and not leaves.isdisjoint(parameters)):
+                    made.append(tensor)
+            # What graphs save for backward is held by nothing of Python.
+            return any(holder is not alive and holder is not made for holder in gc.get_referrers(*made))
 
 
 class _Hook:
     def __call__(self, *gradients: Any) -> None:
         """Leave the gradients as they are."""
-
-
-def keeps_what_is_not_its_output(out: Tensor, modules: Sequence[nn.Module], others: Sequence[Tensor]) -> bool:
-    """Return whether a run left a tensor on a module that is made of `others` alone and is not in the graph of `out`.
-
-    One that is in there, as a weight that is normed in every call, has its gradient from the output.
-    """
-    for tensor in _stored_tensors(modules):
-        if tensor.grad_fn not in nodes_of(out) and not {id(leaf) for leaf in leaves_of(tensor)}.isdisjoint(map(id, others)):
-            return True
-    return False
 
 
 # Of nearly all attributes of modules: to ask whether they are tensors takes ten times as long.
@@ -77,33 +96,25 @@ def _stored_tensors(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
     """Yield the tensors with a graph that modules hold beside parameters and buffers, in lists and dicts too."""
     for module in modules:
         for name, value in module.__dict__.items():
-            if name not in _OF_ALL_MODULES:
-                yield from _tensors_in(value)
+            kind = type(value)
+            if kind not in _NO_TENSORS and name not in _OF_ALL_MODULES:
+                held = value.values() if kind is dict else value if kind in (list, tuple, deque) else [value]
+                yield from (each for each in held if isinstance(each, Tensor) and _node_of(each) is not None)
 
 
-def _tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
-    kind = type(value)
-    if kind in _NO_TENSORS:
-        return
-    if kind in (dict, list, tuple, deque):
-        for each in (value.values() if kind is dict else value) if depth else ():
-            yield from _tensors_in(each, depth - 1)
-    elif isinstance(value, Tensor) and value.grad_fn is not None:
-        yield value
-
-
-def leaves_of(*outs: Tensor) -> Iterator[Tensor]:
-    """Yield the trainable tensors that `outs` depend on."""
-    for node in nodes_of(*outs):
+def leaves_of(out: Tensor) -> Iterator[Tensor]:
+    """Yield the trainable tensors that `out` depends on."""
+    for node in nodes_of(out):
         # Only the node of a leaf has no inputs. Asking every node for a variable would double the time.
         variable = None if node.next_functions else getattr(node, "variable", None)
         if isinstance(variable, Tensor):
             yield variable
 
 
-def nodes_of(*outs: Tensor) -> list[Any]:
-    """Return the nodes of the graph of `outs`."""
-    nodes: list[Any] = list({out.grad_fn: None for out in outs if out.grad_fn is not None})
+def nodes_of(out: Tensor) -> list[Any]:
+    """Return the nodes of the graph of `out`."""
+    first = _node_of(out)
+    nodes: list[Any] = [] if first is None else [first]
     seen = set(nodes)
     for node in nodes:  # which grow on the way
         for following, _ in node.next_functions:
@@ -111,3 +122,12 @@ def nodes_of(*outs: Tensor) -> list[Any]:
                 seen.add(following)
                 nodes.append(following)
     return nodes
+
+
+def _node_of(tensor: Tensor) -> Any:
+    """Return the tensor's `grad_fn`; None for a view that torch has none for, as it was written to where that is not allowed."""
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            return tensor.grad_fn
+    except RuntimeError:
+        return None

@@ -24,8 +24,7 @@ from torch import Tensor
 from streamgrad.engine.call import StreamedCall
 from streamgrad.engine.forward import restored_stream, run_forward
 from streamgrad.engine.grad_accumulator import GradAccumulators
-from streamgrad.engine.guards import RerunGuard, check_reads, check_versions, gradient_of_input, kept_for_a_loss
-from streamgrad.engine.kept_graphs import KeptGraph
+from streamgrad.engine.guards import RerunGuard, check_leaves, check_versions, gradient_of_input
 from streamgrad.engine.module_walk import modules_of
 from streamgrad.engine.replay import Autocast
 from streamgrad.engine.saved import Saved
@@ -115,7 +114,6 @@ class _StreamedLayer(torch.autograd.Function):
                 h_BLE.requires_grad_(ctx.needs_input_grad[1])
                 chunk = call.chunk((start, stop), stream, in_backward=True, kept=attended)
                 leaves = chunk.token_inputs = token_inputs.leaves(start, stop)
-                kept_graph = KeptGraph(h_BLE) if index == len(chunks) - 1 else None
                 with torch.enable_grad(), ctx.autocast.restored(), ctx.tape.replaying(index):
                     out_BLE = call.run(h_BLE, chunk)
                 chunk.release()
@@ -124,7 +122,7 @@ class _StreamedLayer(torch.autograd.Function):
                 guard.note_again(index, out_BLE, *chunk.attended_with)
                 forget(out_BLE)
                 if index == len(chunks) - 1:
-                    check_reads(out_BLE, modules, h_BLE, [*accumulators.tensors, *chunk.inputs, *leaves], call.name)
+                    check_leaves(out_BLE, [h_BLE, *accumulators.tensors, *chunk.inputs, *leaves], call.name)
                 # No output is left if the layer does not use its only trainable parameter.
                 made = zip([out_BLE, *chunk.recorded], gradients_BT, strict=True)
                 outputs = [(output, whole[:, start:stop]) for output, whole in made if whole is not None]
@@ -144,8 +142,6 @@ class _StreamedLayer(torch.autograd.Function):
                         dh_BTE[:, start:stop] = gradient_of_input(h_BLE, call.layer)
                 # Free them and their gradients before the next chunk runs.
                 del h_BLE, attended, chunk, leaves, out_BLE, made, outputs
-                if kept_graph is not None and kept_graph.is_held_on():
-                    raise kept_for_a_loss(call.name)
         guard.check_outcome_later(in_16_bits=ctx.autocast.enabled or ctx.h_dtype.itemsize == 2)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             # A program may hold on to its last loss, and through it to this node.

@@ -8,7 +8,7 @@ the sequence may be in a hook. So the layer is run, with attention reduced to th
 - Its output at some tokens must have no derivative by other tokens. Exactly none: zeros stay zeros in every precision.
 - Its output must be the same in one chunk as in several. This finds what has no derivative, as a maximum that sets a scale, and
   what counts positions inside the chunk. So must the gradients of its parameters, summed over chunks.
-- It may read no trainable tensor but its own parameters, and keep none with its graph.
+- It may read no trainable tensor but its own parameters, and keep none with its graph, in one chunk neither (`kept_graphs`).
 - What it draws at random must be drawn for tokens. One draw a call (a module that is dropped as a whole) would be one a chunk.
 
 Zeros in trainable parameters, as in the last one of a new adapter, would hide what is behind them. They are replaced for the
@@ -29,13 +29,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as _module
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from streamgrad.engine.contents import contents_of
 from streamgrad.engine.grad_accumulator import stand_in, swapped_parameters
 from streamgrad.engine.guards import AdapterFacts, check_leaves
-from streamgrad.engine.kept_graphs import KeptGraph, keeps_what_is_not_its_output
+from streamgrad.engine.kept_graphs import keeps_a_graph
 from streamgrad.engine.kv_chunk import Chunk, SeamError
 from streamgrad.engine.module_walk import buffers_in, modules_of, parameters_in
 from streamgrad.engine.replay import DRAWING, Autocast, RandomTape
@@ -50,7 +50,6 @@ _LARGEST_COMPARED = 1 << 16  # elements of a parameter
 _DRAWS = {"16 bits": 16, "32 bits": 3, "64 bits": 1}
 # What each layer consisted of when a trial passed; a reference without adapters and a policy with them take turns in one layer.
 _PASSED: weakref.WeakKeyDictionary[nn.Module, list[Hashable]] = weakref.WeakKeyDictionary()
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def attend_alone(chunk: Chunk, query_BHND: Tensor, key_BGND: Tensor, value_BGND: Tensor, scale: float) -> Tensor:
@@ -93,14 +92,16 @@ class Trial:
     is_scaled_later: bool = False
 
     def __post_init__(self) -> None:
-        hooks = tuple(_module._global_forward_hooks), tuple(_module._global_forward_pre_hooks)
-        self.contents: Hashable = (self.forward, hooks, _contents(self.modules, self.adapters))
+        self.contents: Hashable = (self.forward, contents_of(self.modules, self.adapters))
 
-    def __call__(self, h_BTE: Tensor) -> None:
-        """Raise `SeamError` where the layer, called with `h_BTE`, would give something else in chunks; once for each layer."""
+    def __call__(self, h_BTE: Tensor, *, in_chunks: bool = True) -> None:
+        """Raise `SeamError` where the layer, called with `h_BTE`, keeps a graph or, `in_chunks`, would give something else there.
+
+        Once for each layer.
+        """
         layer, tokens = self.modules[0], min(_MOST_TOKENS, h_BTE.shape[1])
-        contents = tokens, self.contents
-        if h_BTE.is_meta or tokens < 2 * self.least or contents in _PASSED.get(layer, ()):
+        contents = tokens if in_chunks else "one chunk", self.contents
+        if h_BTE.is_meta or (in_chunks and tokens < 2 * self.least) or contents in _PASSED.get(layer, ()):
             return
         modules = self.modules = modules_of(layer)  # the first chunk has run, and may have made some of them
         devices = [device for device in {h_BTE.device, *(p.device for p in parameters_in(modules))} if device.type == "cuda"]
@@ -129,17 +130,26 @@ class Trial:
             contextlib.ExitStack() as quiet,
         ):
             try:
+                self._check_that_it_keeps_no_graph(draw())
                 # Without dropout, whose draws differ from chunk to chunk; in training mode otherwise, as far as that is possible.
-                for silenced in ([module for module in modules if isinstance(module, _DropoutNd)], modules):
+                for silenced in ([module for module in modules if isinstance(module, _DropoutNd)], modules) if in_chunks else ():
                     if not self._draws(draw(), devices):
                         break
                     self._check_draws(draw())
                     quiet.enter_context(in_eval_mode(silenced))
-                passed = self._check_chunks(draw, _cut(tokens, self.least))
+                passed = not in_chunks or self._check_chunks(draw, _cut(tokens, self.least))
             finally:
                 autocast.forget_casts()
         if passed:
             _PASSED[layer] = [*_PASSED.get(layer, ())[-7:], contents]
+
+    def _check_that_it_keeps_no_graph(self, h_BNE: Tensor) -> None:
+        if keeps_a_graph(lambda h_BNE: self.run(h_BNE, [(0, h_BNE.shape[1])]), h_BNE.requires_grad_(), self.modules):
+            raise SeamError(
+                f"{self.name}, or a hook in it, keeps a tensor with its graph when it is called, as for a loss of its own or for "
+                "a later layer, and forward runs it without a graph, so no gradient would come back through that tensor. Let go "
+                'of it before the layer returns, keep tensor.detach() if it is only looked at, or pass keep="all"'
+            )
 
     def _draws(self, h_BNE: Tensor, devices: Sequence[torch.device]) -> bool:
         """Return whether random numbers are drawn from torch; raise where they are drawn from elsewhere."""
@@ -174,10 +184,7 @@ class Trial:
         """
         suspects_BN: Tensor | None = None
         for _ in range(_DRAWS[_precision(h_BNE := draw())]):
-            kept_graph = KeptGraph(h_BNE.requires_grad_())
-            found = self._compared(h_BNE, parts)
-            if kept_graph.is_held_on():
-                raise self._kept_for_a_loss()
+            found = self._compared(h_BNE.requires_grad_(), parts)
             if found is None:
                 return False
             differs_BN, gradients_differ = found
@@ -209,8 +216,6 @@ class Trial:
         check_leaves(whole_BNE, [h_BNE, *parameters_in(modules)], self.name)
         if [tensor._version for tensor in read] != versions:
             raise SeamError(f"a buffer or parameter of {self.name} is modified in place whenever it is called")
-        if keeps_what_is_not_its_output(whole_BNE, modules, parameters_in(modules)):
-            raise self._kept_for_a_loss()
         if not whole_BNE.isfinite().all():
             return None
         inputs = [h_BNE, *_worth_comparing(modules)] if whole_BNE.requires_grad else []
@@ -223,12 +228,6 @@ class Trial:
         # So that NaN differs: every comparison with it is false.
         differs_BN = ~(_token_difference(parts_BNE, whole_BNE, before) <= self._largest_rounding(whole_BNE))
         return differs_BN, self._differ(self._gradients(parts_BNE, inputs), expected, _precision(h_BNE))
-
-    def _kept_for_a_loss(self) -> SeamError:
-        return SeamError(
-            f"{self.name} keeps a tensor with its graph when it is called, or a hook does, as for a loss of its own, which would "
-            "be one of a chunk; keep tensor.detach()"
-        )
 
     def _gradients(self, out_BNE: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the gradients of `inputs` for the same random gradient of every output of this shape."""
@@ -319,31 +318,6 @@ def _cut(tokens: int, least: int) -> list[Span]:
     second = max(first + least, 5 * tokens // 9)
     borders = [0, first, *([second] if tokens - second >= least else []), tokens]
     return list(itertools.pairwise(borders))
-
-
-def _contents(modules: Sequence[nn.Module], adapters: AdapterFacts) -> Hashable:
-    """Return what tells whether a layer is still the one that was tried: modules, code, switches, hooks, what is trained."""
-    return tuple(
-        (
-            weakref.ref(module),
-            type(module).forward,
-            *((name, value) for name, value in module.__dict__.items() if type(value) in (bool, float, str)),
-            *(tuple(module.__dict__[kind]) for kind in _HOOKS),
-            *(p.requires_grad for p in module._parameters.values() if p is not None),
-            *(buffer._version for buffer in module._buffers.values() if buffer is not None),
-            None if module is modules[0] else identity(module.__dict__.get("forward")),
-            *map(str, adapters.state([module])),
-        )
-        for module in modules
-    )
-
-
-def identity(forward: Any) -> Hashable:
-    """Return what tells a function, and what it is bound to, from all others; an `id` goes to another when its owner is gone."""
-    owner, function = getattr(forward, "__self__", None), getattr(forward, "__func__", forward)
-    parts = [part for part in (owner, function) if part is not None]
-    # What takes no weak reference equals nothing, and is tried in every step.
-    return tuple(weakref.ref(part) if type(part).__weakrefoffset__ else object() for part in parts)
 
 
 def _stand_ins(modules: Sequence[nn.Module]) -> dict[int, Tensor]:

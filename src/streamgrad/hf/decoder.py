@@ -24,6 +24,7 @@ from streamgrad.attention.masks import CausalMask, DenseMask, attends_in_blocks
 from streamgrad.attention.trees import Tree, TreeMask
 from streamgrad.config import StreamConfig
 from streamgrad.engine.call import StreamedCall
+from streamgrad.engine.contents import identity
 from streamgrad.engine.guards import protect_gradients
 from streamgrad.engine.host_offload import HostStore
 from streamgrad.engine.in_use import InUse
@@ -35,7 +36,6 @@ from streamgrad.engine.replay import DRAWING
 from streamgrad.engine.segment import Joint
 from streamgrad.engine.shortage import is_only_process, naming_shortage
 from streamgrad.engine.temporary import temporary_attributes
-from streamgrad.engine.trial import identity
 from streamgrad.hf.call_checks import drop_cache, own_token_arguments, refuse_what_needs_whole_layers
 from streamgrad.hf.compiled_layers import LayerCompiler
 from streamgrad.hf.deepspeed import is_partitioned

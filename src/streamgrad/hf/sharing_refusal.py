@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from streamgrad.attention.trees import Tree
+from streamgrad.engine.contents import identity
 from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.module_walk import modules_of
 from streamgrad.engine.replay import DRAWING, Autocast, RandomTape
 from streamgrad.engine.temporary import temporary_attribute, temporary_attributes
-from streamgrad.engine.trial import identity
 from streamgrad.hf.deepspeed import ulysses_group
 from streamgrad.hf.discover import decoder_layers, follows_length, has_recurrent_layers
 from streamgrad.hf.patching import InstalledForward, signature_of
