@@ -149,6 +149,30 @@ def test_what_is_kept_without_its_graph_or_let_go_of_is_no_loss(chunk_size):
         assert_same_step(run_step(streamgrad.enable(watched(), chunk_size=chunk_size), batches.plain(None)), expected, 1e-10)
 
 
+@pytest.mark.parametrize("length", [23, 48])
+def test_what_layers_note_for_each_other_is_that_of_the_sequence(length):
+    """And not of the 32 tokens at most on which layers are tried."""
+    batch = {"input_ids": tokens(1, length), "labels": tokens(1, length)}
+
+    def noting():
+        model, noted = tiny_model("llama"), {}
+        first, second = (layer.mlp for layer in model.model.layers[:2])
+        first.register_forward_hook(lambda mlp, args, out: noted.update(first=out.detach()))
+        second.register_forward_hook(lambda mlp, args, out: out + noted["first"])
+        return model
+
+    with no_float32():
+        expected = run_step(noting(), batch)
+        assert_same_step(run_step(streamgrad.enable(noting()), batch), expected, 1e-10)
+
+
+def test_a_loss_that_the_first_call_alone_keeps_is_refused():
+    model, kept = streamgrad.enable(tiny_model("llama")), []
+    model.model.layers[1].mlp.register_forward_hook(lambda mlp, args, out: kept or kept.append(out))
+    with pytest.raises(ValueError, match="LlamaDecoderLayer 1, or a hook in it, keeps a tensor with its graph"):
+        model(**batches.plain(None))
+
+
 @pytest.mark.parametrize("chunk_size", [CHUNK, 64])
 def test_observers_that_hold_on_to_nodes_are_no_loss(chunk_size):
     model, batch = tiny_model("llama"), batches.plain(None)

@@ -101,14 +101,16 @@ class _ForwardPass:
         call, h_BTE, outputs_BT, ran = self.call, self.h_BTE, list[Tensor](), list[int]()
         buffers = BuffersInForward(call.modules)
         combined = UnreadProducts(call.layer, call.tokens_at_once(h_BTE.shape), h_BTE.device.type).may_be_left_out
+        if self.trial is not None and len(spans) == 1:
+            self.trial(h_BTE, in_chunks=False)  # before the layer runs, which then overwrites what its hooks have noted
         # The first chunk runs alone, and shows whether chunks have to.
         for planned in stretches(spans, call.stretch_sizes or [1] + [call.chunks_at_once] * len(spans)):
             for stretch, out_BLE, chunk in self._run(planned):
                 chunk.check_finished()
                 check_leaves(out_BLE, [], call.name)
                 buffers.check()
-                if stretch.first == 0 and self.trial is not None:
-                    self.trial(h_BTE, in_chunks=len(spans) > 1)
+                if stretch.first == 0 and self.trial is not None and len(spans) > 1:
+                    self.trial(h_BTE)
                 self._note(stretch, out_BLE, chunk, combined=combined)
                 ran.append(len(stretch.spans))
                 made, start, stop = [out_BLE, *chunk.recorded], chunk.start, chunk.stop

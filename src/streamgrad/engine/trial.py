@@ -125,12 +125,17 @@ class Trial:
             own_graph(),
             torch.autograd.set_detect_anomaly(False),  # what is not finite here says nothing of the step
             torch.enable_grad(),
-            swapped_parameters(modules, _stand_ins(modules)),
+            swapped_parameters(modules, _stand_ins(modules, with_zeros=not in_chunks)),
             _unchanged_buffers(modules),
             contextlib.ExitStack() as quiet,
         ):
             try:
-                self._check_that_it_keeps_no_graph(draw())
+                try:
+                    self._check_that_it_keeps_no_graph(draw())
+                except Exception as error:
+                    # A layer that reads what another has noted of all tokens cannot run on a few.
+                    if in_chunks or isinstance(error, SeamError):
+                        raise
                 # Without dropout, whose draws differ from chunk to chunk; in training mode otherwise, as far as that is possible.
                 for silenced in ([module for module in modules if isinstance(module, _DropoutNd)], modules) if in_chunks else ():
                     if not self._draws(draw(), devices):
@@ -320,16 +325,16 @@ def _cut(tokens: int, least: int) -> list[Span]:
     return list(itertools.pairwise(borders))
 
 
-def _stand_ins(modules: Sequence[nn.Module]) -> dict[int, Tensor]:
+def _stand_ins(modules: Sequence[nn.Module], *, with_zeros: bool) -> dict[int, Tensor]:
     """Return leaves in place of trainable parameters, by their ids: hooks on the parameters must not see the trial.
 
-    Where a parameter has zeros (more than stray ones), random values are in their place.
+    Unless `with_zeros`, random values are in the place of a parameter's zeros, if there are more than stray ones.
     """
     generator, found = torch.Generator(device="cpu").manual_seed(3), {}
     for parameter in parameters_in(modules):
         if parameter.requires_grad:
             found[id(parameter)] = stand_in(parameter, summed=False)
-            if type(parameter) is not nn.Parameter:
+            if with_zeros or type(parameter) is not nn.Parameter:
                 continue
             is_zero = parameter.detach() == 0
             if is_zero.sum() * 1000 > is_zero.numel():
