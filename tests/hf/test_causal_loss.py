@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 from transformers.loss import loss_utils
 
@@ -87,6 +89,24 @@ def replace_loss(monkeypatch):
 
     monkeypatch.setattr(loss_utils, "ForCausalLMLoss", doubled)
     monkeypatch.setitem(loss_utils.LOSS_MAPPING, "ForCausalLM", doubled)
+
+
+class OfAModule(nn.Module):
+    def forward(self, logits, labels, **kwargs):
+        return 2 * loss_utils.ForCausalLMLoss(logits, labels, **kwargs)
+
+
+@pytest.mark.parametrize("name", ["loss_function", "_loss_function"])
+def test_a_loss_that_is_a_module_is_what_the_stock_model_takes_it_for(name):
+    """It has full logits under the second name, and is not called under the first."""
+    model = tiny_model("llama")
+    setattr(model, name, OfAModule())
+    batch = batches.plain(model)
+    with no_float32():
+        expected = run_step(model, batch)
+        streamgrad.enable(model, **OPTIONS)
+        with nullcontext() if name == "loss_function" else pytest.warns(UserWarning, match="'OfAModule', needs full logits"):
+            assert_same_step(run_step(model, batch), expected, 1e-10)
 
 
 REPLACED = {

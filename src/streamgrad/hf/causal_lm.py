@@ -185,8 +185,10 @@ def traced_logit_map(model: PreTrainedModel, decoder: nn.Module, head: nn.Module
         return None
     hidden = torch.zeros(1, 2, model.config.get_text_config().hidden_size, device="meta")
     probe = object.__new__(type(model))
-    probe.__dict__ = {**model.__dict__, "_modules": dict(model._modules)}
-    for name, child in model._modules.items():
+    # A loss that is a module is a child under one of these names, where a function could not take its place.
+    children = {name: child for name, child in model._modules.items() if name not in ("loss_function", "_loss_function")}
+    probe.__dict__ = {**model.__dict__, "_modules": dict(children)}
+    for name, child in children.items():
         path = next((path for path, module in child.named_modules() if module is decoder), None) if child is not None else None
         if path is None and child is not None and any(module is head for module in child.modules()):
             probe._modules[name] = _Stub(LogitsPlaceholder(torch.zeros(())), child)

@@ -25,7 +25,7 @@ _EQUALS_CROSS_ENTROPY = "liger_kernel.transformers.functional"
 def why_full_logits(model: Any) -> str | None:
     """Return why the model's loss must be given full logits: it is not transformers' own, or calls a function that is not."""
     if not _is_of(loss_utils, model.loss_function, "ForCausalLMLoss"):
-        name = getattr(model.loss_function, "__name__", model.loss_function)
+        name = getattr(model.loss_function, "__name__", type(model.loss_function).__name__)
         return f"its loss_function, {name!r}, needs full logits"
     if not _is_of(loss_utils, loss_utils.fixed_cross_entropy, "fixed_cross_entropy"):
         return "transformers.loss.loss_utils.fixed_cross_entropy has been replaced"
