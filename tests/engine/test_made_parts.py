@@ -166,6 +166,26 @@ def test_what_layers_note_for_each_other_is_that_of_the_sequence(length):
         assert_same_step(run_step(streamgrad.enable(noting()), batch), expected, 1e-10)
 
 
+def test_a_layer_in_one_chunk_is_tried_once_and_again_with_other_hooks():
+    model, calls = streamgrad.enable(tiny_model("llama")), []
+    mlp = model.model.layers[1].mlp
+
+    def lengths_of_a_step() -> list[int]:
+        calls.clear()
+        run_step(model, {"input_ids": tokens(1, 48), "labels": tokens(1, 48)})
+        return list(calls)
+
+    hook = mlp.register_forward_hook(lambda mlp, args, out: calls.append(out.shape[1]))
+    assert [lengths_of_a_step() for _ in range(2)] == [[32, 48, 48], [48, 48]]
+    mlp.up_proj.register_forward_hook(lambda *args: None)
+    assert lengths_of_a_step() == [32, 48, 48]
+    hook.remove()
+    kept = []
+    mlp.register_forward_hook(lambda mlp, args, out: kept.append(out))
+    with pytest.raises(ValueError, match="LlamaDecoderLayer 1, or a hook in it, keeps a tensor with its graph"):
+        model(**batches.plain(None))
+
+
 def test_a_loss_that_the_first_call_alone_keeps_is_refused():
     model, kept = streamgrad.enable(tiny_model("llama")), []
     model.model.layers[1].mlp.register_forward_hook(lambda mlp, args, out: kept or kept.append(out))

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from streamgrad.engine.contents import contents_of
+from streamgrad.engine.contents import contents_of, hooks_of
 from streamgrad.engine.grad_accumulator import stand_in, swapped_parameters
 from streamgrad.engine.guards import AdapterFacts, check_leaves
 from streamgrad.engine.kept_graphs import keeps_a_graph
@@ -48,8 +48,15 @@ RunChunks = Callable[[Tensor, Sequence[Span]], Tensor]
 _MOST_TOKENS = 32
 _LARGEST_COMPARED = 1 << 16  # elements of a parameter
 _DRAWS = {"16 bits": 16, "32 bits": 3, "64 bits": 1}
+# The hooks that each layer had when it was tried for one chunk.
+_HOOKS_IN_ONE_CHUNK: weakref.WeakKeyDictionary[nn.Module, Hashable] = weakref.WeakKeyDictionary()
 # What each layer consisted of when a trial passed; a reference without adapters and a policy with them take turns in one layer.
 _PASSED: weakref.WeakKeyDictionary[nn.Module, list[Hashable]] = weakref.WeakKeyDictionary()
+
+
+def is_new_in_one_chunk(modules: Sequence[nn.Module]) -> bool:
+    """Return whether the layer of these modules has not been tried for one chunk, or has other hooks now."""
+    return _HOOKS_IN_ONE_CHUNK.get(modules[0]) != hooks_of(modules)
 
 
 def attend_alone(chunk: Chunk, query_BHND: Tensor, key_BGND: Tensor, value_BGND: Tensor, scale: float) -> Tensor:
@@ -93,16 +100,25 @@ class Trial:
 
     def __post_init__(self) -> None:
         self.contents: Hashable = (self.forward, contents_of(self.modules, self.adapters))
+        self._hooks = hooks_of(self.modules)
 
-    def __call__(self, h_BTE: Tensor, *, in_chunks: bool = True) -> None:
-        """Raise `SeamError` where the layer, called with `h_BTE`, keeps a graph or, `in_chunks`, would give something else there.
-
-        Once for each layer.
-        """
+    def __call__(self, h_BTE: Tensor) -> None:
+        """Raise `SeamError` where the layer, called with `h_BTE`, would give something else in chunks; once for each layer."""
         layer, tokens = self.modules[0], min(_MOST_TOKENS, h_BTE.shape[1])
-        contents = tokens if in_chunks else "one chunk", self.contents
-        if h_BTE.is_meta or (in_chunks and tokens < 2 * self.least) or contents in _PASSED.get(layer, ()):
-            return
+        contents = tokens, self.contents
+        if tokens >= 2 * self.least and contents not in _PASSED.get(layer, ()) and self._passes(h_BTE, tokens, in_chunks=True):
+            _PASSED[layer] = [*_PASSED.get(layer, ())[-7:], contents]
+
+    def in_one_chunk(self, h_BTE: Tensor) -> None:
+        """Raise `SeamError` where the layer keeps a graph."""
+        self._passes(h_BTE, min(_MOST_TOKENS, h_BTE.shape[1]), in_chunks=False)
+        _HOOKS_IN_ONE_CHUNK[self.modules[0]] = self._hooks
+
+    def _passes(self, h_BTE: Tensor, tokens: int, *, in_chunks: bool) -> bool:
+        """Return whether so few tokens could tell; raise where they tell that the layer must be refused."""
+        if h_BTE.is_meta:
+            return False
+        layer = self.modules[0]
         modules = self.modules = modules_of(layer)  # the first chunk has run, and may have made some of them
         devices = [device for device in {h_BTE.device, *(p.device for p in parameters_in(modules))} if device.type == "cuda"]
         autocast, generator = Autocast(h_BTE.device.type), torch.Generator(device="cpu").manual_seed(0)
@@ -142,11 +158,9 @@ class Trial:
                         break
                     self._check_draws(draw())
                     quiet.enter_context(in_eval_mode(silenced))
-                passed = not in_chunks or self._check_chunks(draw, _cut(tokens, self.least))
+                return not in_chunks or self._check_chunks(draw, _cut(tokens, self.least))
             finally:
                 autocast.forget_casts()
-        if passed:
-            _PASSED[layer] = [*_PASSED.get(layer, ())[-7:], contents]
 
     def _check_that_it_keeps_no_graph(self, h_BNE: Tensor) -> None:
         if keeps_a_graph(lambda h_BNE: self.run(h_BNE, [(0, h_BNE.shape[1])]), h_BNE.requires_grad_(), self.modules):
