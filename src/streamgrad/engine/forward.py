@@ -28,7 +28,7 @@ from streamgrad.engine.kv_chunk import Attended, Chunk, KeyValueStream, StopAfte
 from streamgrad.engine.replay import RandomTape
 from streamgrad.engine.saved import Reader, Saved
 from streamgrad.engine.shortage import is_only_process
-from streamgrad.engine.trial import Span, Trial, is_new_in_one_chunk
+from streamgrad.engine.trial import Span, Trial
 from streamgrad.engine.unread import UnreadProducts
 from streamgrad.engine.value_choices import ValueChoices, chose_before, note_choice
 from streamgrad.ops.memory_label import labelled, memory_label
@@ -76,8 +76,7 @@ def run_forward(
     `guard` and `kept`, given if a backward pass follows, are told of each chunk, which runs in `drawing` of its number.
     """
     stream, spans = call.new_stream(h_BTE.shape[1]), call.spans(h_BTE.shape[1])
-    is_tried = len(spans) > 1 or (kept is not None and is_new_in_one_chunk(call.modules))
-    trial = call.trial(h_BTE.shape[1]) if is_tried else None
+    trial = call.trial(h_BTE.shape[1]) if len(spans) > 1 else None
     with call.surroundings():
         # Detached, else chunks would require a gradient, and hooks on submodules would see that.
         return _ForwardPass(call, h_BTE.detach(), stream, tape, drawing, guard, kept, trial).run(spans), stream
@@ -94,7 +93,7 @@ class _ForwardPass:
     drawing: Drawing
     guard: RerunGuard | None
     kept: Saved | None
-    trial: Trial | None  # where there are several chunks, or the layer is new in one
+    trial: Trial | None  # where there are several chunks
     one_by_one: bool = False  # whether chunks run alone from now on
 
     def run(self, spans: Sequence[Span]) -> list[Tensor]:
@@ -102,15 +101,13 @@ class _ForwardPass:
         call, h_BTE, outputs_BT, ran = self.call, self.h_BTE, list[Tensor](), list[int]()
         buffers = BuffersInForward(call.modules)
         combined = UnreadProducts(call.layer, call.tokens_at_once(h_BTE.shape), h_BTE.device.type).may_be_left_out
-        if self.trial is not None and len(spans) == 1:
-            self.trial.in_one_chunk(h_BTE)  # before the layer runs, which then overwrites what its hooks have noted
         # The first chunk runs alone, and shows whether chunks have to.
         for planned in stretches(spans, call.stretch_sizes or [1] + [call.chunks_at_once] * len(spans)):
             for stretch, out_BLE, chunk in self._run(planned):
                 chunk.check_finished()
                 check_leaves(out_BLE, [], call.name)
                 buffers.check()
-                if stretch.first == 0 and self.trial is not None and len(spans) > 1:
+                if stretch.first == 0 and self.trial is not None:
                     self.trial(h_BTE)
                 self._note(stretch, out_BLE, chunk, combined=combined)
                 ran.append(len(stretch.spans))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from streamgrad.engine.kept_graphs import leaves_of
+from streamgrad.engine.kept_graphs import leaves_from
 from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.module_walk import buffers_in, modules_of, parameters_in
 from streamgrad.ops.autograd import after_backward, backward_pass, without_autocast
@@ -276,7 +276,7 @@ class BuffersInForward:
 def check_leaves(out: Tensor, leaves: Sequence[Tensor], name: str) -> None:
     """Raise if `out` depends on a trainable tensor that is not among `leaves`, such as one from a hook."""
     allowed = {id(leaf) for leaf in leaves}
-    for variable in leaves_of(out):
+    for variable in leaves_from(out.grad_fn):
         if id(variable) not in allowed:
             raise RuntimeError(
                 f"{name} reads a trainable tensor of shape {tuple(variable.shape)} that is not among its parameters (from a "

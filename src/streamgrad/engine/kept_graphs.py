@@ -1,7 +1,8 @@
 """Tells whether a layer keeps something with its graph when it is called: for a loss of its own, or for a later layer to read.
 
 Forward runs a streamed layer without a graph. What is kept of it then has none, so that a loss of it would give no gradients,
-silently. So the layer is run once with a graph, on a few tokens, and the graph must be gone when its output is.
+silently. So a run with a graph is watched, which must be gone when the output is: on a few tokens before the first step in
+chunks, and in one chunk the layer's first run in backward.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import gc
 import threading
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -19,67 +20,98 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from streamgrad.engine.module_walk import parameters_in
+from streamgrad.engine.module_walk import hooks_of, parameters_in
+
+
+def keeping(name: str) -> str:
+    """Return the reason for refusing a layer that does."""
+    return (
+        f"{name}, or a hook in it, keeps a tensor with its graph when it is called, as for a loss of its own or for a later "
+        "layer, and forward runs it without a graph, so no gradient would come back through that tensor. Let go of it before the "
+        'layer returns, keep tensor.detach() if it is only looked at, or pass keep="all"'
+    )
+
+
+# The hooks that a layer had when a run of it was watched, and left nothing behind.
+_WATCHED_WITH: weakref.WeakKeyDictionary[nn.Module, Hashable] = weakref.WeakKeyDictionary()
+
+
+def is_to_be_watched(modules: Sequence[nn.Module]) -> bool:
+    """Return whether no run of the layer of these modules has been watched, or one with other hooks."""
+    return _WATCHED_WITH.get(modules[0]) != hooks_of(modules)
 
 
 def keeps_a_graph(run: Callable[[Tensor], Tensor], h: Tensor, modules: Sequence[nn.Module]) -> bool:
-    """Return whether `run(h)`, of a layer with these modules, leaves a tensor with its graph behind, wherever that is.
-
-    A module may keep one that is made of parameters alone, if the output is made of it: a weight that is normed in every call.
-    """
-    parameters = [p for p in parameters_in(modules) if p.requires_grad and type(p) in (Tensor, nn.Parameter)]
-    graphs = _Graphs(h, parameters)
+    """Return whether `run(h)`, of a layer with these modules, leaves a tensor with its graph behind, wherever that is."""
+    graphs = Graphs([h, *parameters_in(modules)])
     out = run(h)
-    nodes = set(nodes_of(out))
-    if any(tensor.grad_fn not in nodes for tensor in _stored_tensors(modules)):
-        return True
-    del out, nodes
+    graphs.note(out, modules)
+    del out
     return graphs.are_held(modules)
 
 
-class _Graphs:
-    """Those that begin at `h` or at one of the `parameters`.
+class Graphs:
+    """Those that begin at trainable `leaves`: a layer's input and, in place of its parameters, what it reads.
 
     Graphs alone hold the nodes of autograd that collect a leaf's gradient. Each is given a hook, which is gone with it. If one is
     not, all tensors are looked through, for an observer may hold nodes and no tensor (`FlopCounterMode` does).
+
+    A module may keep a tensor that is made of parameters alone, if the output is made of it: a weight that is normed in every
+    call.
     """
 
-    _one_at_a_time: threading.Lock = threading.Lock()  # else the lists of one thread would be found to hold another's tensors
+    _one_at_a_time: threading.Lock = threading.Lock()  # else one thread's lists would be found to hold another's tensors
 
-    def __init__(self, h: Tensor, parameters: Sequence[Tensor]) -> None:
-        self._h, self._parameters = h, parameters
-        self._nodes = [get_gradient_edge(leaf).node for leaf in (h, *parameters)]
+    def __init__(self, leaves: Sequence[Tensor]) -> None:
+        self._first = leaves[0]
+        self._leaves = [
+            leaf for leaf in leaves if leaf.requires_grad and leaf.grad_fn is None and type(leaf) in (Tensor, nn.Parameter)
+        ]
+        self._nodes = [get_gradient_edge(leaf).node for leaf in self._leaves]
         hooks = [_Hook() for _ in self._nodes]
         for node, hook in zip(self._nodes, hooks, strict=True):
             node.register_prehook(hook)
         self._hooks = [weakref.ref(hook) for hook in hooks]
+        self._are_beside = False
+
+    def note(self, out: Tensor, modules: Sequence[nn.Module]) -> None:
+        """Look at what the layer's modules keep beside the graph of its output."""
+        self._nodes = []
+        nodes = set(nodes_from(out.grad_fn))
+        self._are_beside = any(tensor.grad_fn not in nodes for tensor in _stored_tensors(modules))
 
     def are_held(self, modules: Sequence[nn.Module]) -> bool:
         """Return whether there is a tensor of such a graph, but for what modules may keep. The caller holds none."""
-        self._nodes = []
+        if self._are_beside or self._are_kept(modules):
+            return True
+        _WATCHED_WITH[modules[0]] = hooks_of(modules)
+        return False
+
+    def _are_kept(self, modules: Sequence[nn.Module]) -> bool:
         if not self._are_there():
             return False
-        gc.collect(1)  # young cycles: an exception that a layer keeps holds the frame that keeps it
-        if not self._are_there() or not self._has_a_tensor(modules):
-            return False
-        gc.collect()
-        return self._has_a_tensor(modules)
+        with self._one_at_a_time:
+            gc.collect(1)  # young cycles: an exception that a layer keeps holds the frame that keeps it
+            for _ in range(3):  # nothing is collected while another thread collects
+                if not self._are_there() or not self._has_a_tensor(modules):
+                    return False
+                gc.collect()
+            return self._has_a_tensor(modules)
 
     def _are_there(self) -> bool:
         return any(hook() is not None for hook in self._hooks)
 
     def _has_a_tensor(self, modules: Sequence[nn.Module]) -> bool:
         allowed = {id(tensor) for tensor in _stored_tensors(modules)}
-        parameters = {id(parameter) for parameter in self._parameters}
-        with self._one_at_a_time:
-            alive = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
-            made = []
-            for tensor in alive:
-                leaves = {id(leaf) for leaf in leaves_of(tensor)}
-                if id(self._h) in leaves or (id(tensor) not in allowed and not leaves.isdisjoint(parameters)):
-                    made.append(tensor)
-            # What graphs save for backward is held by nothing of Python.
-            return any(holder is not alive and holder is not made for holder in gc.get_referrers(*made))
+        watched = {id(leaf) for leaf in self._leaves}
+        alive = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+        made = []
+        for tensor in alive:
+            leaves = {id(leaf) for leaf in leaves_from(_node_of(tensor))}
+            if id(self._first) in leaves or (id(tensor) not in allowed and not leaves.isdisjoint(watched)):
+                made.append(tensor)
+        # What graphs save for backward is held by nothing of Python.
+        return any(holder is not alive and holder is not made for holder in gc.get_referrers(*made))
 
 
 class _Hook:
@@ -102,18 +134,17 @@ def _stored_tensors(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
                 yield from (each for each in held if isinstance(each, Tensor) and _node_of(each) is not None)
 
 
-def leaves_of(out: Tensor) -> Iterator[Tensor]:
-    """Yield the trainable tensors that `out` depends on."""
-    for node in nodes_of(out):
+def leaves_from(first: Any) -> Iterator[Tensor]:
+    """Yield the trainable tensors that backward reaches from a node, the `grad_fn` of what depends on them."""
+    for node in nodes_from(first):
         # Only the node of a leaf has no inputs. Asking every node for a variable would double the time.
         variable = None if node.next_functions else getattr(node, "variable", None)
         if isinstance(variable, Tensor):
             yield variable
 
 
-def nodes_of(out: Tensor) -> list[Any]:
-    """Return the nodes of the graph of `out`."""
-    first = _node_of(out)
+def nodes_from(first: Any) -> list[Any]:
+    """Return a node and those that backward goes to from there."""
     nodes: list[Any] = [] if first is None else [first]
     seen = set(nodes)
     for node in nodes:  # which grow on the way

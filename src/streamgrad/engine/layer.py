@@ -25,6 +25,7 @@ from streamgrad.engine.call import StreamedCall
 from streamgrad.engine.forward import restored_stream, run_forward
 from streamgrad.engine.grad_accumulator import GradAccumulators
 from streamgrad.engine.guards import RerunGuard, check_leaves, check_versions, gradient_of_input
+from streamgrad.engine.kept_graphs import Graphs, is_to_be_watched, keeping
 from streamgrad.engine.module_walk import modules_of
 from streamgrad.engine.replay import Autocast
 from streamgrad.engine.saved import Saved
@@ -109,11 +110,13 @@ class _StreamedLayer(torch.autograd.Function):
         with call.in_use.claimed(call.name), accumulators.installed_in(modules), call.surroundings(), deferred:
             with ctx.autocast.restored():
                 stream = restored_stream(call, ctx.tape, reader, ctx.h_shape[1])
+            is_watched = len(chunks) == 1 and is_to_be_watched(modules)  # where there are several, before the first step
             for index, (start, stop) in reversed(chunks):
                 h_BLE, attended = reader.chunk(index)
                 h_BLE.requires_grad_(ctx.needs_input_grad[1])
                 chunk = call.chunk((start, stop), stream, in_backward=True, kept=attended)
                 leaves = chunk.token_inputs = token_inputs.leaves(start, stop)
+                graphs = Graphs([h_BLE, *accumulators.tensors]) if is_watched else None
                 with torch.enable_grad(), ctx.autocast.restored(), ctx.tape.replaying(index):
                     out_BLE = call.run(h_BLE, chunk)
                 chunk.release()
@@ -123,6 +126,8 @@ class _StreamedLayer(torch.autograd.Function):
                 forget(out_BLE)
                 if index == len(chunks) - 1:
                     check_leaves(out_BLE, [h_BLE, *accumulators.tensors, *chunk.inputs, *leaves], call.name)
+                if graphs is not None:
+                    graphs.note(out_BLE, modules)
                 # No output is left if the layer does not use its only trainable parameter.
                 made = zip([out_BLE, *chunk.recorded], gradients_BT, strict=True)
                 outputs = [(output, whole[:, start:stop]) for output, whole in made if whole is not None]
@@ -142,6 +147,8 @@ class _StreamedLayer(torch.autograd.Function):
                         dh_BTE[:, start:stop] = gradient_of_input(h_BLE, call.layer)
                 # Free them and their gradients before the next chunk runs.
                 del h_BLE, attended, chunk, leaves, out_BLE, made, outputs
+                if graphs is not None and graphs.are_held(modules):
+                    raise RuntimeError(f"{keeping(call.name)}, or call streamgrad.disable(model).")
         guard.check_outcome_later(in_16_bits=ctx.autocast.enabled or ctx.h_dtype.itemsize == 2)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             # A program may hold on to its last loss, and through it to this node.

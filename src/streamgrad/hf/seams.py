@@ -71,9 +71,8 @@ def stream_attention_forward(
     for name, argument in kwargs.items():
         if name not in _LEFT_UNREAD and argument is not None and argument is not False:
             raise SeamError(f"its attention is called with {name}={type(argument).__name__}, which streaming does not support")
-    for name, factor in (("scaling", scaling), ("softcap", softcap)):
-        if isinstance(factor, Tensor) and (factor.requires_grad or factor.numel() != 1):
-            raise SeamError(f"its attention is called with {name}, a tensor that is trained or no single number")
+    if type(scaling) not in _NUMBERS or type(softcap) not in _NUMBERS:
+        _check_factors(scaling=scaling, softcap=softcap)
     if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         _check_explicit(attention_mask)
     if torch.is_autocast_enabled(query.device.type):
@@ -89,6 +88,15 @@ def stream_attention_forward(
         sink_H=s_aux,
     )
     return out_BHLD.transpose(1, 2).contiguous(), None
+
+
+_NUMBERS = (float, type(None))
+
+
+def _check_factors(**factors: Any) -> None:
+    for name, factor in factors.items():
+        if isinstance(factor, Tensor) and (factor.requires_grad or factor.numel() != 1):
+            raise SeamError(f"its attention is called with {name}, a tensor that is trained or no single number")
 
 
 def _check_explicit(chunk: Chunk) -> None:
