@@ -165,6 +165,16 @@ def test_what_layers_note_for_each_other_is_that_of_the_sequence(length):
         assert_same_step(run_step(streamgrad.enable(noting()), batch), expected, 1e-10)
 
 
+@pytest.mark.parametrize("chunk_size", [CHUNK, 64])
+def test_a_graph_of_the_program_on_a_module_is_not_the_layers(chunk_size):
+    model = tiny_model("llama")
+    with no_float32():
+        expected = run_step(model, batches.plain(None))
+        model.model.layers[1].mlp.latest = model(**batches.plain(None)).loss
+        streamgrad.enable(model, chunk_size=chunk_size)
+        assert_same_step(run_step(model, batches.plain(None)), expected, 1e-10)
+
+
 def test_a_hook_that_comes_later_is_looked_at():
     model, calls, kept = streamgrad.enable(tiny_model("llama"), chunk_size=64), [], []
     mlp = model.model.layers[1].mlp

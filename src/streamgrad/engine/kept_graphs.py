@@ -78,7 +78,8 @@ class Graphs:
         """Look at what the layer's modules keep beside the graph of its output."""
         self._nodes = []
         nodes = set(nodes_from(out.grad_fn))
-        self._are_beside = any(tensor.grad_fn not in nodes for tensor in _stored_tensors(modules))
+        beside = [tensor for tensor in _stored_tensors(modules) if tensor.grad_fn not in nodes]
+        self._are_beside = any(not self._begun_by(tensor).isdisjoint(map(id, self._leaves)) for tensor in beside)
 
     def are_held(self, modules: Sequence[nn.Module]) -> bool:
         """Return whether there is a tensor of such a graph, but for what modules may keep. The caller holds none."""
@@ -98,6 +99,10 @@ class Graphs:
                 gc.collect()
             return self._has_a_tensor(modules)
 
+    @staticmethod
+    def _begun_by(tensor: Tensor) -> set[int]:
+        return {id(leaf) for leaf in leaves_from(_node_of(tensor))}
+
     def _are_there(self) -> bool:
         return any(hook() is not None for hook in self._hooks)
 
@@ -107,7 +112,7 @@ class Graphs:
         alive = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
         made = []
         for tensor in alive:
-            leaves = {id(leaf) for leaf in leaves_from(_node_of(tensor))}
+            leaves = self._begun_by(tensor)
             if id(self._first) in leaves or (id(tensor) not in allowed and not leaves.isdisjoint(watched)):
                 made.append(tensor)
         # What graphs save for backward is held by nothing of Python.

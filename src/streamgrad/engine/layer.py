@@ -149,6 +149,7 @@ class _StreamedLayer(torch.autograd.Function):
                 del h_BLE, attended, chunk, leaves, out_BLE, made, outputs
                 if graphs is not None and graphs.are_held(modules):
                     raise RuntimeError(f"{keeping(call.name)}, or call streamgrad.disable(model).")
+                graphs = None  # which holds the chunk's input
         guard.check_outcome_later(in_16_bits=ctx.autocast.enabled or ctx.h_dtype.itemsize == 2)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             # A program may hold on to its last loss, and through it to this node.
