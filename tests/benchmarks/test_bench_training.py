@@ -272,6 +272,7 @@ def test_a_cut_step_beside_its_ballast_holds_what_the_whole_one_does(objective):
         options = replace(whole.options, offload=config.offload, recompute_layers=config.recompute_layers, machine=place)
         outlook = Estimator(shape, options).streamed(Estimator(shape, options).load(case.tokens), longest=0)
         assert outlook.fits, case
+        # A single layer may get other chunks than the same layer among many, and their peaks are up to 1.6 per cent apart.
         assert outlook.peak_bytes + beside == pytest.approx(case.predicted_bytes, rel=0.02), case
 
 

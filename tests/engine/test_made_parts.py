@@ -165,6 +165,22 @@ def test_what_layers_note_for_each_other_is_that_of_the_sequence(length):
         assert_same_step(run_step(streamgrad.enable(noting()), batch), expected, 1e-10)
 
 
+def test_what_a_module_begins_to_keep_after_the_first_step_is_seen():
+    model = streamgrad.enable(tiny_model("llama"), chunk_size=64)
+    run_step(model, batches.plain(None))
+    mlp = model.model.layers[1].mlp
+    plain = mlp.forward
+
+    def keeping(hidden):
+        mlp.loss = hidden.square().mean()
+        return plain(hidden)
+
+    mlp.forward = keeping
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="LlamaDecoderLayer 1, or a hook in it, keeps a tensor with its graph"):
+            run_step(model, batches.plain(None))
+
+
 @pytest.mark.parametrize("chunk_size", [CHUNK, 64])
 def test_a_graph_of_the_program_on_a_module_is_not_the_layers(chunk_size):
     model = tiny_model("llama")

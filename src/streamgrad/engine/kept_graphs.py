@@ -2,7 +2,7 @@
 
 Forward runs a streamed layer without a graph. What is kept of it then has none, so that a loss of it would give no gradients,
 silently. So a run with a graph is watched, which must be gone when the output is: on a few tokens before the first step in
-chunks, and in one chunk the layer's first run in backward.
+chunks, and in one chunk the layer's first run in backward. What is kept on a module is looked at in every step.
 """
 
 from __future__ import annotations
@@ -43,11 +43,26 @@ def is_to_be_watched(modules: Sequence[nn.Module]) -> bool:
 
 def keeps_a_graph(run: Callable[[Tensor], Tensor], h: Tensor, modules: Sequence[nn.Module]) -> bool:
     """Return whether `run(h)`, of a layer with these modules, leaves a tensor with its graph behind, wherever that is."""
-    graphs = Graphs([h, *parameters_in(modules)])
+    leaves = [h, *parameters_in(modules)]
+    graphs = Graphs(leaves)
     out = run(h)
-    graphs.note(out, modules)
+    if keeps_on_a_module(out, modules, leaves):
+        return True
     del out
     return graphs.are_held(modules)
+
+
+def keeps_on_a_module(out: Tensor, modules: Sequence[nn.Module], leaves: Sequence[Tensor]) -> bool:
+    """Return whether a run, which made `out` of `leaves`, its input the first, left a tensor on a module that a loss could use.
+
+    That is one made of the input, or one made of the others alone that is not in the graph of `out`, as a weight that is normed
+    in every call is. Quick enough for every step.
+    """
+    for tensor in _stored_tensors(modules):
+        begun = _begun_by(tensor)
+        if id(leaves[0]) in begun or (tensor.grad_fn not in nodes_from(out.grad_fn) and not begun.isdisjoint(map(id, leaves))):
+            return True
+    return False
 
 
 class Graphs:
@@ -72,18 +87,11 @@ class Graphs:
         for node, hook in zip(self._nodes, hooks, strict=True):
             node.register_prehook(hook)
         self._hooks = [weakref.ref(hook) for hook in hooks]
-        self._are_beside = False
-
-    def note(self, out: Tensor, modules: Sequence[nn.Module]) -> None:
-        """Look at what the layer's modules keep beside the graph of its output."""
-        self._nodes = []
-        nodes = set(nodes_from(out.grad_fn))
-        beside = [tensor for tensor in _stored_tensors(modules) if tensor.grad_fn not in nodes]
-        self._are_beside = any(not self._begun_by(tensor).isdisjoint(map(id, self._leaves)) for tensor in beside)
 
     def are_held(self, modules: Sequence[nn.Module]) -> bool:
         """Return whether there is a tensor of such a graph, but for what modules may keep. The caller holds none."""
-        if self._are_beside or self._are_kept(modules):
+        self._nodes = []
+        if self._are_kept(modules):
             return True
         _WATCHED_WITH[modules[0]] = hooks_of(modules)
         return False
@@ -99,10 +107,6 @@ class Graphs:
                 gc.collect()
             return self._has_a_tensor(modules)
 
-    @staticmethod
-    def _begun_by(tensor: Tensor) -> set[int]:
-        return {id(leaf) for leaf in leaves_from(_node_of(tensor))}
-
     def _are_there(self) -> bool:
         return any(hook() is not None for hook in self._hooks)
 
@@ -112,11 +116,15 @@ class Graphs:
         alive = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
         made = []
         for tensor in alive:
-            leaves = self._begun_by(tensor)
+            leaves = _begun_by(tensor)
             if id(self._first) in leaves or (id(tensor) not in allowed and not leaves.isdisjoint(watched)):
                 made.append(tensor)
         # What graphs save for backward is held by nothing of Python.
         return any(holder is not alive and holder is not made for holder in gc.get_referrers(*made))
+
+
+def _begun_by(tensor: Tensor) -> set[int]:
+    return {id(leaf) for leaf in leaves_from(_node_of(tensor))}
 
 
 class _Hook:

@@ -25,7 +25,7 @@ from streamgrad.engine.call import StreamedCall
 from streamgrad.engine.forward import restored_stream, run_forward
 from streamgrad.engine.grad_accumulator import GradAccumulators
 from streamgrad.engine.guards import RerunGuard, check_leaves, check_versions, gradient_of_input
-from streamgrad.engine.kept_graphs import Graphs, is_to_be_watched, keeping
+from streamgrad.engine.kept_graphs import Graphs, is_to_be_watched, keeping, keeps_on_a_module
 from streamgrad.engine.module_walk import modules_of
 from streamgrad.engine.replay import Autocast
 from streamgrad.engine.saved import Saved
@@ -125,9 +125,11 @@ class _StreamedLayer(torch.autograd.Function):
                 guard.note_again(index, out_BLE, *chunk.attended_with)
                 forget(out_BLE)
                 if index == len(chunks) - 1:
-                    check_leaves(out_BLE, [h_BLE, *accumulators.tensors, *chunk.inputs, *leaves], call.name)
-                if graphs is not None:
-                    graphs.note(out_BLE, modules)
+                    read = [h_BLE, *accumulators.tensors, *chunk.inputs, *leaves]
+                    check_leaves(out_BLE, read, call.name)
+                    if keeps_on_a_module(out_BLE, modules, read):
+                        raise RuntimeError(f"{keeping(call.name)}, or call streamgrad.disable(model).")
+                    del read
                 # No output is left if the layer does not use its only trainable parameter.
                 made = zip([out_BLE, *chunk.recorded], gradients_BT, strict=True)
                 outputs = [(output, whole[:, start:stop]) for output, whole in made if whole is not None]
