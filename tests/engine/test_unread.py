@@ -22,6 +22,7 @@ from gradients import assert_same_step, no_float32, run_step
 from lora import with_lora
 from streamgrad.engine import unread
 from streamgrad.memory.live_bytes import LiveBytes
+from streamgrad.ops import fused
 from tiny import FAMILIES, tiny_model, tokens
 
 DOWN = (40, 24)  # the shape of `down_proj` as torch multiplies by it
@@ -128,6 +129,24 @@ def warm_model():
     # Of each chunk of two layers the gradients of two maps in the other direction, and none of the re-run.
     assert later_step(model)[1][DOWN] == 2 * 2 * 3
     return model
+
+
+def test_the_first_backward_writes_over_the_widest_tensors_too(monkeypatch):
+    """As later ones do: to note which products are read must not double what a chunk of an MLP holds."""
+    written, backward = [], fused.gated_backward
+
+    def watched(*args, in_place, **kwargs):
+        written.append(in_place)
+        return backward(*args, in_place=in_place, **kwargs)
+
+    monkeypatch.setattr(fused, "gated_backward", watched)
+    model = streamgrad.enable(tiny_model("llama"), chunk_size=16, keep="input", fused_kernels="on")
+    ids = tokens(1, 32)
+    for _ in range(2):
+        loss = model(input_ids=ids, labels=ids).loss  # which tries the layers before its first step
+        written.clear()
+        loss.backward()
+        assert written == 2 * model.config.num_hidden_layers * [True]
 
 
 @pytest.mark.parametrize("place", ["mlp", "mlp.down_proj"])

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as _module
 
 # torch's own at import time, to compare with: a program may replace them later.
 _LINEAR = nn.Linear, nn.Linear.forward, nn.Module.__call__
 
 
+class Noting(functools.partial[Tensor]):
+    """What streamgrad sets as a map's forward for one run, to note its calls: it calls the map's own and keeps no tensor."""
+
+
 def is_plain_linear(module: nn.Module) -> bool:
     """Return whether a module is a linear map as torch has it, which nobody has changed."""
-    return (type(module), nn.Linear.forward, nn.Module.__call__) == _LINEAR and "forward" not in module.__dict__
+    return _is_linear(module) and "forward" not in module.__dict__
 
 
 def is_watched(module: nn.Module) -> bool:
@@ -23,4 +29,8 @@ def is_watched(module: nn.Module) -> bool:
 def nobody_watches(module: nn.Module) -> bool:
     """Return whether only the caller gets a linear map's output: it is torch's own, and no hook or function mode sees it."""
     hooks = is_watched(module) or _module._global_forward_hooks or torch._C._len_torch_function_stack()
-    return is_plain_linear(module) and not hooks
+    return _is_linear(module) and type(module.__dict__.get("forward")) in (type(None), Noting) and not hooks
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return (type(module), nn.Linear.forward, nn.Module.__call__) == _LINEAR

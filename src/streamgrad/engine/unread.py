@@ -22,7 +22,7 @@ from torch.nn.modules import module as _module
 
 from streamgrad.engine.four_bit_maps import four_bit_product, is_four_bit_linear
 from streamgrad.engine.grad_accumulator import GradAccumulator, linear, may_be_deferred
-from streamgrad.engine.linear_maps import is_plain_linear, is_watched
+from streamgrad.engine.linear_maps import Noting, is_plain_linear, is_watched
 from streamgrad.engine.temporary import temporary_attributes
 from streamgrad.ops.deferred import Deferred
 
@@ -60,12 +60,12 @@ class UnreadProducts:
         if any(map(is_watched, modules)) or _module._has_any_global_hook() or torch._C._len_torch_function_stack():
             return nullcontext()
         if self._maps is None:
-            self._made, forward = {}, self._noted
+            self._made, own = {}, lambda module: Noting(self._noted, module)
         else:
-            self._is_tried, forward = True, _forward
+            self._is_tried, own = True, lambda module: functools.partial(_forward, module)
             modules = [module for module in (each() for each in self._maps) if module is not None]
         linear_maps = [module for module in modules if is_plain_linear(module) or is_four_bit_linear(module)]
-        return temporary_attributes((module, "forward", functools.partial(forward, module)) for module in linear_maps)
+        return temporary_attributes((module, "forward", own(module)) for module in linear_maps)
 
     def learn(self, out: Tensor) -> None:
         """Note whose products make up the output of a re-run, or which of those nobody has read."""
