@@ -50,8 +50,8 @@ class StreamConfig:
     Args:
         chunk_size (`int` or `"auto"`, defaults to `"auto"`):
             Tokens of one sequence that a decoder layer processes at a time. Memory of a layer's wide tensors (queries,
-            MLP) grows with it; the number of kernel launches falls with it. `"auto"`: up to 32,768 tokens of the whole batch
-            (rows times tokens of each row), fewer where memory is short.
+            MLP) grows with it; the number of kernel launches falls with it. `"auto"`: a batch of up to 65,536 tokens
+            (rows times tokens of each row) whole, 32,768 tokens of a larger one, and fewer where memory is short.
         head_chunk_size (`int` or `"auto"`, defaults to `"auto"`):
             Tokens whose logits exist at a time in the language-modelling head. `"auto"`: as many as an eighth of the free
             memory holds, 4,096 at most.

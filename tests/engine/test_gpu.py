@@ -277,11 +277,14 @@ def test_dropout_on_the_device_uses_one_mask():
 
 @pytest.mark.parametrize("keep", ["input", "attention"])
 def test_host_offload_is_bitwise_equal_and_reuses_its_buffers(keep):
-    """Several lengths, two backward passes in flight and a retained graph, against the same with tensors on the device."""
+    """Several lengths, two backward passes in flight and a retained graph, against the same with tensors on the device.
+
+    By eager attention: FlashAttention's backward adds in any order, which shows in one bit of a gradient now and then.
+    """
     outcomes, pools = [], []
     for offload in ("none", "host"):
         model = tiny_model("llama", dtype=torch.bfloat16, num_hidden_layers=4, **SHAPE).cuda()
-        streamgrad.enable(model, chunk_size=64, keep=keep, offload=offload)
+        streamgrad.enable(model, chunk_size=64, keep=keep, offload=offload, attention="eager")
         batch = {length: tokens(2, length, seed=length).cuda() for length in (200, 333, 120)}
 
         def step(*lengths, model=model, batch=batch):
@@ -293,7 +296,8 @@ def test_host_offload_is_bitwise_equal_and_reuses_its_buffers(keep):
         for lengths in ((200,), (333, 120), (120, 333), (333,)):
             step(*lengths)
         torch.cuda.synchronize()
-        outcomes.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+        # Not the embeddings: torch's own backward of those is not repeatable.
+        outcomes.append({name: parameter.grad.clone() for name, parameter in model.named_parameters() if "embed" not in name})
         pools.append(model.model._streamgrad.stream.host_store)
     for name, gradient in outcomes[0].items():
         assert torch.equal(gradient, outcomes[1][name]), name

@@ -152,11 +152,17 @@ def test_each_layer_has_the_largest_chunks_that_it_has_room_for():
     budget = 18 * GB
     plan, fits = choose_plan(step, Choices("input", "none", None), Budget(budget, 0.0))
     assert fits and len(set(plan.chunk_sizes)) > 2 and list(plan.chunk_sizes) == sorted(plan.chunk_sizes, reverse=True)
-    sizes = (*LARGE_CHUNKS, *SMALL_CHUNKS, *LAST_CHUNKS)
+    sizes = (36_000, *LARGE_CHUNKS, *SMALL_CHUNKS, *LAST_CHUNKS)
     for index, size in enumerate(plan.chunk_sizes):
         for larger in (other for other in sizes if other > size):
             changed = (*plan.chunk_sizes[:index], larger, *plan.chunk_sizes[index + 1 :])
             assert predicted_peak(step, plan.policies, changed) > budget
+
+
+@pytest.mark.parametrize(("sequence", "largest"), [(65_536, 65_536), (65_537, 32_768)])
+def test_a_batch_is_whole_up_to_a_limit(sequence, largest):
+    plan, fits = plan_of(sequence, 139 * GB, offload="none")
+    assert fits and max(plan.chunk_sizes) == largest
 
 
 def test_chunks_have_few_sizes():

@@ -41,9 +41,11 @@ MARGIN, MARGIN_IN_FIXED_SEGMENTS = 0.05, 0.1
 UNFORESEEN = 1.03
 # Share of the available host memory that plans use; the rest is for the program itself and for the kernel.
 HOST_SHARE = 0.85
-# Tokens of a batch in a chunk. A step of 36,000 is 1.4 per cent faster in one chunk than in three (docs/performance.md). Below
-# 6,144 matrix products do not fill a large GPU, so smaller ones come after other ways to save memory. The last come after all:
-# chunks that take longer to start than to compute are slower than one more forward pass.
+# Tokens of a batch in a chunk. A step of 36,000 is 1.4 per cent faster in one chunk than in three (docs/performance.md), and needs
+# one of cuDNN's plans for attention instead of three: the one that layers with their whole graph have too. Below 6,144 matrix
+# products do not fill a large GPU, so smaller ones come after other ways to save memory. The last come after all: chunks that
+# take longer to start than to compute are slower than one more forward pass.
+LONGEST_WHOLE = 65_536
 LARGE_CHUNKS = 32_768, 24_576, 20_480, 16_384, 12_288, 8192, 6144
 SMALL_CHUNKS, LAST_CHUNKS = (4096, 2048), (1024, 512, 256)
 # Where nothing is known about memory.
@@ -188,10 +190,12 @@ class Budget:
 def choose_plan(step: Step, choices: Choices, budget: Budget) -> tuple[Plan, bool]:
     """Return the fastest plan within the budget and True, or the smallest plan of all and False."""
     tokens, chunk_size = (*LARGE_CHUNKS, *SMALL_CHUNKS, *LAST_CHUNKS), choices.chunk_size
-    longest = int(min(step.shape.sequence, step.costs.longest_chunk))
-    descending = [chunk_size] if chunk_size else [regular_chunk(step.shape.rows, longest, n) for n in tokens]
+    rows, longest = step.shape.rows, int(min(step.shape.sequence, step.costs.longest_chunk))
+    descending = [chunk_size] if chunk_size else [regular_chunk(rows, longest, n) for n in tokens]
     # Every layer takes the largest chunks that it has room for; tried here is the size that a layer without room takes.
     worst_sizes = [chunk_size] if chunk_size else list(dict.fromkeys(descending[len(LARGE_CHUNKS) - 1 :]))
+    if not chunk_size and rows * longest <= LONGEST_WHOLE:
+        descending = [longest, *descending]
 
     @functools.cache
     def room(policy: LayerPolicy) -> list[tuple[int, float]]:
@@ -213,7 +217,7 @@ def choose_plan(step: Step, choices: Choices, budget: Budget) -> tuple[Plan, boo
 
     too_large: list[tuple[int, Plan]] = []
     # Segments of every size are tried without the last chunks, and then with them: one round, where all chunks are of one sort.
-    usual = [size for size in worst_sizes if size >= regular_chunk(step.shape.rows, longest, SMALL_CHUNKS[-1])]
+    usual = [size for size in worst_sizes if size >= regular_chunk(rows, longest, SMALL_CHUNKS[-1])]
     rounds = [usual, worst_sizes] if 0 < len(usual) < len(worst_sizes) else [worst_sizes]
     for sizes, segment in product(rounds, _segment_sizes(step, choices)):
         for smallest in plans(segment, sizes[-1]):
