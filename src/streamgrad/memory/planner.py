@@ -41,8 +41,8 @@ MARGIN, MARGIN_IN_FIXED_SEGMENTS = 0.05, 0.1
 UNFORESEEN = 1.03
 # Share of the available host memory that plans use; the rest is for the program itself and for the kernel.
 HOST_SHARE = 0.85
-# Tokens of a batch in a chunk. A step of 36,000 is 1.4 per cent faster in one chunk than in three (docs/performance.md), and needs
-# one of cuDNN's plans for attention instead of three: the one that layers with their whole graph have too. Below 6,144 matrix
+# Tokens of a batch in a chunk. A step of 36,000 is 1.4 per cent faster in one chunk than in three (docs/performance.md), and its
+# attention needs one of cuDNN's plans instead of three: the one that layers with their whole graph have too. Below 6,144 matrix
 # products do not fill a large GPU, so smaller ones come after other ways to save memory. The last come after all: chunks that
 # take longer to start than to compute are slower than one more forward pass.
 LONGEST_WHOLE = 65_536
