@@ -59,13 +59,14 @@ class UnreadProducts:
         modules = modules[1:]
         if any(map(is_watched, modules)) or _module._has_any_global_hook() or torch._C._len_torch_function_stack():
             return nullcontext()
+        kind: type[functools.partial[Tensor]] = functools.partial
         if self._maps is None:
-            self._made, own = {}, lambda module: Noting(self._noted, module)
+            self._made, kind, forward = {}, Noting, self._noted
         else:
-            self._is_tried, own = True, lambda module: functools.partial(_forward, module)
+            self._is_tried, forward = True, _forward
             modules = [module for module in (each() for each in self._maps) if module is not None]
         linear_maps = [module for module in modules if is_plain_linear(module) or is_four_bit_linear(module)]
-        return temporary_attributes((module, "forward", own(module)) for module in linear_maps)
+        return temporary_attributes((module, "forward", kind(forward, module)) for module in linear_maps)
 
     def learn(self, out: Tensor) -> None:
         """Note whose products make up the output of a re-run, or which of those nobody has read."""
