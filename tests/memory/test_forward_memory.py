@@ -105,11 +105,12 @@ def test_which_steps_run_chunks_together(dtype, autocast, changes, joined):
     model = tiny_model("qwen3", dtype=dtype)
     decoder = model.get_decoder()
     costs = measured(tiny_model("qwen3", dtype=torch.float32), tokens(1, 24 * CHUNK), "input")
-    kinds = [] if changes.get("unmeasured") else map(kind_of_layer, decoder.layers)
-    call = {"decoder": decoder, "h_BTE": torch.zeros(1, 24 * CHUNK, 8, dtype=dtype), "on_cuda": True, "sharing": ALONE} | changes
+    kinds = [*map(kind_of_layer, decoder.layers)]
+    call = {"kinds": kinds, "h_BTE": torch.zeros(1, 24 * CHUNK, 8, dtype=dtype), "on_cuda": True, "sharing": ALONE} | changes
     plan, step = Plan((LayerPolicy("input"),) * 2, (CHUNK,) * 2, 0.0, 0.0), mock.Mock(costs=costs, shape=Shape(1, 24 * CHUNK))
+    known = [] if changes.get("unmeasured") else kinds
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        counts = step_plan._with_joined_chunks(plan, step, set(kinds), mock.Mock(**call)).chunks_in_forward
+        counts = step_plan._with_joined_chunks(plan, step, known, mock.Mock(**call)).chunks_in_forward
     assert (len(counts) == 2 and min(counts) > 1) if joined else not counts
 
 

@@ -7,7 +7,7 @@ as it stands, and a model between calls is the stock model but for the attribute
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -320,6 +320,11 @@ class _DecoderCall:
         return [parameters_of(layer) for layer in self.layers]
 
     @cached_property
+    def kinds(self) -> list[Hashable]:
+        """Return the kind of each layer, found once a call."""
+        return [kind_of_layer(layer) for layer in self.layers]
+
+    @cached_property
     def gathered(self) -> bool:
         """Return whether an engine has the parameters of each layer elsewhere until the layer is called."""
         return isinstance(self.layers[0], FSDPModule) or any(map(is_partitioned, parameters_of(self.layers[0])))
@@ -332,15 +337,15 @@ class _DecoderCall:
         if self.gathered:
             return
         (_, h_BTE), *named = named_arguments(self.forwards[0], args, kwargs).items()
-        seen = {kind_of_layer(self.layers[0])}
+        seen = {self.kinds[0]}
         for index, (layer, forward) in enumerate(zip(self.layers, self.forwards, strict=True)):
             names = signature_of(forward).parameters
             takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values())
             given = {name: value for name, value in named if takes_all or name in names}
             given |= {"layer_idx": index} if "layer_idx" in given else {}
-            if (kind := kind_of_layer(layer)) in seen or not _accepts(forward, h_BTE, given):
+            if self.kinds[index] in seen or not _accepts(forward, h_BTE, given):
                 continue
-            seen.add(kind)
+            seen.add(self.kinds[index])
             modules = modules_of(layer)
             _, arguments = LayerArguments.bind(forward, (h_BTE,), given)
             arguments.attention_mask = mask = None
@@ -365,11 +370,13 @@ class _DecoderCall:
             planner.refuse_segments()
         if not torch.is_grad_enabled() or not planner.must_measure(self.layers, h_BTE):
             return planner.plan_without_costs(len(self.layers), *h_BTE.shape[:2])
-        sharing = planned_together(self.layers, sharing, h_BTE.device)
+        sharing = planned_together(self.layers, self.parameters, sharing, h_BTE.device)
         costs = planner.measured_costs(samples, stream.backends, h_BTE, sharing)
         if not costs:
             return planner.plan_without_costs(len(self.layers), *h_BTE.shape[:2])
-        call = PlannedCall(self.decoder, self.parameters, h_BTE, stream.head, stream.host_store, sharing, not in_turn)
+        call = PlannedCall(
+            self.decoder, self.parameters, self.kinds, h_BTE, stream.head, stream.host_store, sharing, may_recompute=not in_turn
+        )
         return planner.plan(call, costs)
 
 

@@ -25,8 +25,10 @@ def device_at_work(parameter: Tensor) -> torch.device:
 
 def own_bytes(parameter: Tensor) -> int:
     """Return the bytes that this rank has of a parameter: of a sharded one, torch's `nbytes` counts the shards of all ranks."""
+    if not isinstance(parameter, DTensor):
+        return parameter.nbytes
     with torch.no_grad():
-        return parameter.to_local().nbytes if isinstance(parameter, DTensor) else parameter.nbytes
+        return parameter.to_local().nbytes
 
 
 def bytes_on_their_way(layers: Iterable[nn.Module]) -> float:

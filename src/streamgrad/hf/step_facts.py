@@ -39,6 +39,7 @@ class PlannedCall:
 
     decoder: nn.Module
     layer_parameters: list[list[nn.Parameter]]  # of each layer
+    kinds: list[Hashable]  # of each layer
     h_BTE: Tensor
     head: HeadFacts | None  # None where the head is not streamed too
     host_store: HostStore
@@ -62,7 +63,7 @@ def step_facts(
     h_BTE, layers = call.h_BTE, decoder_layers(call.decoder)
     largest, names = LayerCosts.largest(costs.values()), [*costs]
     alike = len(names) == 1
-    kind_of = [] if alike else [names.index(kind) if kind in costs else len(names) for kind in map(kind_of_layer, layers)]
+    kind_of = [] if alike else [names.index(kind) if kind in costs else len(names) for kind in call.kinds]
     on_their_way, whole = bytes_on_their_way(layers), [each for each in map(whole_gradient_bytes, layers) if each is not None]
     return StepFacts(
         costs=largest,

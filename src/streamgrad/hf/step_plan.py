@@ -24,7 +24,6 @@ from streamgrad.engine.policy import LayerPolicy
 from streamgrad.engine.replay import as_autocast
 from streamgrad.engine.shortage import is_only_process, is_out_of_memory
 from streamgrad.engine.ulysses import SequenceSharing
-from streamgrad.hf.discover import decoder_layers
 from streamgrad.hf.sharded import StatesToCome, device_at_work
 from streamgrad.hf.step_facts import PlannedCall, has_foreign_hook, held_bytes, kind_of_layer, step_facts
 from streamgrad.hf.whole_step import WholePlan, WholeStep
@@ -304,7 +303,7 @@ def _with_joined_chunks(plan: Plan, step: Step, measured: Container[Hashable], c
         return plan
     if not call.on_cuda or call.sharing.ranks > 1 or as_autocast(call.h_BTE[:0]).dtype.itemsize != 2:
         return plan
-    if not step.costs.forward or any(kind_of_layer(layer) not in measured for layer in decoder_layers(call.decoder)):
+    if not step.costs.forward or any(kind not in measured for kind in call.kinds):
         return plan
     return replace(plan, chunks_in_forward=tuple(chunks_in_forward(step.costs, step.shape, *one) for one in each))
 

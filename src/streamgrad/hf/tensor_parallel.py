@@ -6,6 +6,8 @@ same chunks, and must keep and recompute the same things: a plan that follows th
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from streamgrad.engine.kv_chunk import SeamError
-from streamgrad.engine.module_walk import parameters_of
 from streamgrad.engine.ulysses import SequenceSharing
 
 
@@ -30,9 +31,12 @@ class WeightSharing(SequenceSharing):
         return tuple(largest.tolist())
 
 
-def planned_together(layers: list[nn.Module], sharing: SequenceSharing, device: torch.device) -> SequenceSharing:
-    """Return how the ranks that torch has cut `layers` for agree on a plan; `sharing` if it has cut none."""
-    groups = list(dict.fromkeys(group for layer in layers for group in _groups_of(layer)))
+def planned_together(
+    layers: list[nn.Module], parameters: list[list[nn.Parameter]], sharing: SequenceSharing, device: torch.device
+) -> SequenceSharing:
+    """Return how ranks agree on a plan for which torch has cut `layers`, with these parameters; `sharing` if it has cut none."""
+    each = zip(layers, parameters, strict=True)
+    groups = list(dict.fromkeys(group for layer, own in each for group in _groups_of(layer, own)))
     if not groups:
         return sharing
     if sharing.ranks > 1:
@@ -40,10 +44,10 @@ def planned_together(layers: list[nn.Module], sharing: SequenceSharing, device: 
     return WeightSharing(groups, device)
 
 
-def _groups_of(layer: nn.Module) -> list[dist.ProcessGroup]:
+def _groups_of(layer: nn.Module, parameters: Iterable[nn.Parameter]) -> list[dist.ProcessGroup]:
     """Return the ranks of each dimension of a mesh by which a weight is cut, but for those over which FSDP2 gathers it."""
     groups = []
-    for parameter in parameters_of(layer):
+    for parameter in parameters:
         if isinstance(parameter, DTensor):
             # FSDP2 has the first dimensions, of which it cuts the last one.
             cut = [index for index, placement in enumerate(parameter.placements) if not placement.is_replicate()]
