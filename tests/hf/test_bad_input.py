@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, DynamicCache
 
 import batches
 import streamgrad
@@ -178,14 +178,23 @@ def test_what_needs_whole_layers_is_refused_while_gradients_are_computed(model):
         model(input_ids=tokens(1, 5), output_attentions=True)
 
 
-def test_a_filled_cache_is_refused_and_use_cache_is_dropped_with_a_warning(model):
+def test_a_filled_cache_is_refused_and_one_that_is_left_empty_cannot_be_used(model):
+    """As where a first call compresses the context of a second: that would not see it."""
     streamgrad.enable(model)
     with torch.no_grad():
         cache = model(input_ids=tokens(1, 5), use_cache=True).past_key_values
     with pytest.raises(ValueError, match="past_key_values holds 5 tokens"):
         model(input_ids=tokens(1, 3), past_key_values=cache)
+    own = DynamicCache()
+    empty = [model(input_ids=tokens(1, 3)).past_key_values]
     with pytest.warns(UserWarning, match="use_cache=True is ignored"):
-        assert model(input_ids=tokens(1, 3), use_cache=True).past_key_values is None
+        empty.append(model(input_ids=tokens(1, 3), use_cache=True).past_key_values)
+    with pytest.warns(UserWarning, match="use_cache=True is ignored"):
+        model(input_ids=tokens(1, 3), past_key_values=own)
+    for cache in (*empty, own):
+        with pytest.raises((AttributeError, TypeError, ValueError), match=r"fills no cache while gradients .*torch\.no_grad"):
+            model(input_ids=tokens(1, 3), past_key_values=cache)
+    assert model(input_ids=tokens(1, 3), use_cache=False).past_key_values is None
 
 
 def test_an_explicit_kernel_that_cannot_do_the_job_says_why():

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainingArguments
 import batches
 import streamgrad
 from gradients import Step, assert_same_step, no_float32, run_step
-from streamgrad.hf.no_logits import NoLogits
+from streamgrad.hf.unusable import NoCache, NoLogits
 from tiny import tiny_model, tokens
 
 OPTIONS = {"chunk_size": 7, "head_chunk_size": 5}
@@ -68,8 +68,8 @@ def test_a_tuple_keeps_the_place_of_the_logits():
 
 def test_outputs_are_shown_copied_and_stored(outputs):
     assert "no logits" in repr(outputs)
-    assert outputs[0] is outputs.loss and len(outputs) == 2
-    detached = type(outputs)(loss=outputs.loss.detach(), logits=outputs.logits)
+    assert outputs[0] is outputs.loss and outputs[1] is outputs.logits and isinstance(outputs[2], NoCache) and len(outputs) == 3
+    detached = type(outputs)(loss=outputs.loss.detach(), logits=outputs.logits, past_key_values=outputs.past_key_values)
     for copied in (copy.copy(detached), copy.deepcopy(detached), pickle.loads(pickle.dumps(detached))):
         assert torch.equal(copied.loss, detached.loss) and isinstance(copied.logits, NoLogits)
 

@@ -223,20 +223,27 @@ def test_keys_that_depend_on_their_place_in_a_chunk_are_refused():
         model(input_ids=tokens(1, 9))
 
 
-@pytest.mark.parametrize(
-    ("extra", "words"),
-    [
-        (torch.zeros(9, 24), "its layers take other_states of shape"),
-        (torch.zeros(1, 1, 9, 9), "its layers take other_states of shape"),
-        (torch.zeros(3), "its layers take other_states of shape"),
-        # Cut like hidden states, and handed on to attention, which does not know it.
-        (torch.zeros(1, 9, 24), "its attention is called with other_states"),
-    ],
-)
-def test_a_layer_argument_that_cannot_be_cut_is_refused(extra, words):
+@pytest.mark.parametrize("shape", [(9, 24), (1, 1, 9, 9), (3,)])
+def test_a_layer_argument_that_cannot_be_cut_is_refused_where_it_is_read(shape):
+    """Layers hand on what they have no name for, and attention does not read it."""
+    model, ids = streamgrad.enable(tiny_model("llama"), chunk_size=4), tokens(1, 9)
+    expected = model.model(input_ids=ids).last_hidden_state
+    assert torch.equal(model.model(input_ids=ids, other_states=torch.zeros(shape)).last_hidden_state, expected)
+
+    class Reading(type(model.model.layers[1])):
+        def forward(self, hidden_states, other_states=None, **options):
+            return super().forward(hidden_states + other_states.mean(), **options)
+
+    model.model.layers[1].__class__ = Reading
+    with pytest.raises(ValueError, match="its layers read other_states of shape"):
+        model.model(input_ids=ids, other_states=torch.zeros(shape))
+
+
+def test_a_layer_argument_with_vectors_of_tokens_that_attention_is_given_is_refused():
+    """It is cut like hidden states, and handed on to attention, which does not know it."""
     model = streamgrad.enable(tiny_model("llama"), chunk_size=4)
-    with pytest.raises(ValueError, match=words):
-        model.model(input_ids=tokens(1, 9), other_states=extra)
+    with pytest.raises(ValueError, match="its attention is called with other_states"):
+        model.model(input_ids=tokens(1, 9), other_states=torch.zeros(1, 9, 24))
 
 
 @pytest.mark.parametrize("length", [9, 5])

@@ -24,8 +24,8 @@ import batches
 import streamgrad
 from gradients import assert_same_step, no_float32, relative_error, run_step
 from lora import with_lora
-from streamgrad.hf.no_logits import NoLogits
 from streamgrad.hf.patching import InstalledForward
+from streamgrad.hf.unusable import NoLogits
 from tiny import tiny_config, tiny_model
 
 CHUNKED = {"chunk_size": 5, "head_chunk_size": 7}

@@ -8,7 +8,7 @@ from trl import SFTConfig
 
 import streamgrad
 from streamgrad import StreamConfig
-from streamgrad.hf.no_logits import NoLogits
+from streamgrad.hf.unusable import NoLogits
 from streamgrad.trl import StreamSFTTrainer, trainers
 from tiny import tiny_model
 from trainer_kinds import KINDS, REFERENCED, SAMPLED, SCORING, STREAM, build, model_kind

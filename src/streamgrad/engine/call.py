@@ -50,7 +50,7 @@ class StreamedCall:
     sharing: SequenceSharing = ALONE
     adapters: AdapterFacts = NO_ADAPTERS
     surroundings: Callable[[], AbstractContextManager[Any]] = nullcontext
-    forward: Hashable = None  # tells the layer's own forward from another one
+    called_as: Hashable = None  # tells the layer's own forward, and switches it is called with, from others
     index: int | None = None  # among the layers of its decoder, where it is in one
     in_use: InUse = field(default_factory=InUse)  # its decoder's
     on_shortage: Callable[[], str] = str  # called where memory runs out in backward; returns what then happens
@@ -135,7 +135,7 @@ class StreamedCall:
 
     def trial(self, length: int) -> Trial:
         """Return what shows, before the first step in chunks, whether chunks give what the whole sequence would."""
-        return Trial(self.modules, self.name, partial(self._run_alone, length), self.adapters, self.forward)
+        return Trial(self.modules, self.name, partial(self._run_alone, length), self.adapters, self.called_as)
 
     def _run_alone(self, length: int, h_BNE: Tensor, parts: Sequence[Span]) -> Tensor:
         """Run the layer on parts of few tokens, each of which sees itself only, in the last places of the sequence."""

@@ -3,33 +3,54 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as _module
 
 from streamgrad.engine.guards import AdapterFacts
 
+_PLAIN = frozenset({bool, float, str, type(None)})
+_SWITCHES = _PLAIN | {dict, Tensor}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def contents_of(modules: Sequence[nn.Module], adapters: AdapterFacts) -> Hashable:
-    """Return what tells whether a layer is still the one that was tried: modules, code, switches, hooks, what is trained."""
+    """Return what tells whether a layer is still the one that was tried: modules, code, switches, hooks, what is trained.
+
+    Switches are plain values of a module's attributes, in its dicts too, and whether an attribute is a tensor. Frozen parameters
+    count by their versions, but for those of linear maps: adapters are merged into these before texts are generated, every time.
+    """
     hooks_of_all = tuple(_module._global_forward_hooks), tuple(_module._global_forward_pre_hooks)
     return hooks_of_all, *(
         (
             weakref.ref(module),
             type(module).forward,
-            *((name, value) for name, value in module.__dict__.items() if type(value) in (bool, float, str)),
+            switches_in(module.__dict__),
             *(tuple(module.__dict__[kind]) for kind in _HOOKS),
-            *(p.requires_grad for p in module._parameters.values() if p is not None),
+            *(_version(p, module) for p in module._parameters.values() if p is not None),
             *(buffer._version for buffer in module._buffers.values() if buffer is not None),
             None if module is modules[0] else identity(module.__dict__.get("forward")),
             *map(str, adapters.state([module])),
         )
         for module in modules
     )
+
+
+def switches_in(values: Mapping[str, Any]) -> Hashable:
+    """Return the plain values by name, in dicts too, and which are tensors; no whole numbers, as calls are counted by them."""
+    return tuple((name, *_switch(value)) for name, value in values.items() if type(value) in _SWITCHES)
+
+
+def _switch(value: Any) -> tuple[Hashable, ...]:
+    if isinstance(value, dict):
+        return tuple((str(key), each) for key, each in value.items() if type(each) in _PLAIN)
+    return (Tensor,) if isinstance(value, Tensor) else (value,)
+
+
+def _version(parameter: Tensor, module: nn.Module) -> int:
+    return -1 if parameter.requires_grad else -2 if isinstance(module, nn.Linear) else parameter._version
 
 
 def identity(forward: Any) -> Hashable:

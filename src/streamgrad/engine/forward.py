@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from streamgrad.engine.call import StreamedCall
-from streamgrad.engine.guards import BuffersInForward, RerunGuard, check_leaves
+from streamgrad.engine.guards import RerunGuard, Unchanged, check_leaves
 from streamgrad.engine.kv_chunk import Attended, Chunk, KeyValueStream, StopAfterWrite
 from streamgrad.engine.replay import RandomTape
 from streamgrad.engine.saved import Reader, Saved
@@ -99,14 +99,14 @@ class _ForwardPass:
     def run(self, spans: Sequence[Span]) -> list[Tensor]:
         """Return hidden states, and what was recorded, of the whole sequence."""
         call, h_BTE, outputs_BT, ran = self.call, self.h_BTE, list[Tensor](), list[int]()
-        buffers = BuffersInForward(call.modules)
+        unchanged = Unchanged(call.modules, h_BTE, runs_again=self.kept is not None)
         combined = UnreadProducts(call.layer, call.tokens_at_once(h_BTE.shape), h_BTE.device.type).may_be_left_out
         # The first chunk runs alone, and shows whether chunks have to.
         for planned in stretches(spans, call.stretch_sizes or [1] + [call.chunks_at_once] * len(spans)):
             for stretch, out_BLE, chunk in self._run(planned):
                 chunk.check_finished()
                 check_leaves(out_BLE, [], call.name)
-                buffers.check()
+                unchanged.check()
                 if stretch.first == 0 and self.trial is not None:
                     self.trial(h_BTE)
                 self._note(stretch, out_BLE, chunk, combined=combined)

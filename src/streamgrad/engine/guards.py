@@ -253,21 +253,47 @@ def protect_gradients(output: Tensor, parameters: Callable[[], Sequence[Tensor]]
 # --- what forward may not change ---------------------------------------------------------------------------------------
 
 
-class BuffersInForward:
-    """The buffers of a layer with these modules, none of which its chunks may change or replace."""
+class Unchanged:
+    """What chunks of a layer with these modules may not change in forward.
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    That is its buffers and, if it is run again for backward, the hidden states that it is given and its parameters' gradients.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], h_BTE: Tensor, *, runs_again: bool) -> None:
         self._modules, self._buffers = modules, buffers_in(modules)
         self._versions = [buffer._version for buffer in self._buffers]
-        self._replaced: bool | None = None  # looked at after the first chunk, which does what the others do
+        self._h_BTE = h_BTE if runs_again and not h_BTE.is_inference() else None
+        self._h_version = 0 if self._h_BTE is None else h_BTE._version
+        trained = [p for p in parameters_in(modules) if p.requires_grad and p.is_leaf] if runs_again else []
+        self._gradients = [(p, p.grad, _version_of(p.grad)) for p in trained]
+        self._is_first = True
 
     def check(self) -> None:
         """Raise if a chunk has changed one."""
-        if self._replaced is None:
-            now = buffers_in(modules_of(self._modules[0]))  # of modules too that chunks have put in the place of others
-            self._replaced = not all(map(operator.is_, now, self._buffers))
-        if self._replaced or [buffer._version for buffer in self._buffers] != self._versions:
+        replaced = self._is_first and self._looked_at_once()
+        if replaced or [buffer._version for buffer in self._buffers] != self._versions:
             raise SeamError("its layers change a buffer in forward, which would happen once a chunk and again in backward")
+        if self._h_BTE is not None and self._h_BTE._version != self._h_version:
+            raise SeamError(
+                "one of its layers, or a hook in it, changes in place the hidden states that it is given, which backward reads "
+                "again; make new ones (h + delta, and not h.add_(delta))"
+            )
+
+    def _looked_at_once(self) -> bool:
+        """Return whether a buffer was replaced, and raise if gradients were made, by the first chunk: others do what it does."""
+        self._is_first = False
+        if any(p.grad is not gradient or _version_of(p.grad) != version for p, gradient, version in self._gradients):
+            for parameter, gradient, _ in self._gradients:
+                parameter.grad = gradient
+            raise SeamError(
+                'its layers call backward in forward, which would happen again when they are run again; keep="all" runs them once'
+            )
+        now = buffers_in(modules_of(self._modules[0]))  # of modules too that chunks have put in the place of others
+        return not all(map(operator.is_, now, self._buffers))
+
+
+def _version_of(gradient: Tensor | None) -> int:
+    return 0 if gradient is None else gradient._version
 
 
 # --- what a re-run reads -----------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """Tells whether a layer keeps something with its graph when it is called: for a loss of its own, or for a later layer to read.
 
 Forward runs a streamed layer without a graph. What is kept of it then has none, so that a loss of it would give no gradients,
-silently. So a run with a graph is watched, which must be gone when the output is: on a few tokens before the first step in
-chunks, and in one chunk the layer's first run in backward. What is kept on a module is looked at in every step.
+silently. So runs with a graph are watched, which must be gone when the output is: on a few tokens before the first step in
+chunks, and in backward. There it is what begins at the layer's input, in every step, and what begins at parameters alone, in a
+layer's first run in one chunk. What is kept on a module is looked at in every step too.
 """
 
 from __future__ import annotations
@@ -37,8 +38,13 @@ _WATCHED_WITH: weakref.WeakKeyDictionary[nn.Module, Hashable] = weakref.WeakKeyD
 
 
 def is_to_be_watched(modules: Sequence[nn.Module]) -> bool:
-    """Return whether no run of the layer of these modules has been watched, or one with other hooks."""
+    """Return whether no run of the layer of these modules has been watched from its parameters on, or one with other hooks."""
     return _WATCHED_WITH.get(modules[0]) != hooks_of(modules)
+
+
+def note_watched(modules: Sequence[nn.Module]) -> None:
+    """Note that a run has been, and has left nothing behind."""
+    _WATCHED_WITH[modules[0]] = hooks_of(modules)
 
 
 def keeps_a_graph(run: Callable[[Tensor], Tensor], h: Tensor, modules: Sequence[nn.Module]) -> bool:
@@ -49,7 +55,10 @@ def keeps_a_graph(run: Callable[[Tensor], Tensor], h: Tensor, modules: Sequence[
     if keeps_on_a_module(out, modules, leaves):
         return True
     del out
-    return graphs.are_held(modules)
+    if graphs.are_held(modules):
+        return True
+    note_watched(modules)
+    return False
 
 
 def keeps_on_a_module(out: Tensor, modules: Sequence[nn.Module], leaves: Sequence[Tensor]) -> bool:
@@ -65,11 +74,25 @@ def keeps_on_a_module(out: Tensor, modules: Sequence[nn.Module], leaves: Sequenc
     return False
 
 
+def made_in_forward(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], modules: Sequence[nn.Module]) -> str | None:
+    """Return the attribute that a module may have made of a parameter in forward, without a graph, and read when it ran again.
+
+    That is a tensor beside a trainable parameter that has got no gradient.
+    """
+    without = {id(parameter) for parameter, gradient in zip(parameters, gradients, strict=True) if gradient is None}
+    for module in modules if without else ():
+        if any(id(parameter) in without for parameter in module._parameters.values()):
+            for name, value in module.__dict__.items():
+                if type(value) is Tensor and value.is_floating_point() and not value.requires_grad:
+                    return f"{type(module).__name__}.{name}"
+    return None
+
+
 class Graphs:
     """Those that begin at trainable `leaves`: a layer's input and, in place of its parameters, what it reads.
 
-    Graphs alone hold the nodes of autograd that collect a leaf's gradient. Each is given a hook, which is gone with it. If one is
-    not, all tensors are looked through, for an observer may hold nodes and no tensor (`FlopCounterMode` does).
+    Graphs alone hold the nodes of autograd that collect a leaf's gradient. These are given a hook, which is gone with the last of
+    them. If it is not, all tensors are looked through, for an observer may hold nodes and no tensor (`FlopCounterMode` does).
 
     A module may keep a tensor that is made of parameters alone, if the output is made of it: a weight that is normed in every
     call.
@@ -83,20 +106,14 @@ class Graphs:
             leaf for leaf in leaves if leaf.requires_grad and leaf.grad_fn is None and type(leaf) in (Tensor, nn.Parameter)
         ]
         self._nodes = [get_gradient_edge(leaf).node for leaf in self._leaves]
-        hooks = [_Hook() for _ in self._nodes]
-        for node, hook in zip(self._nodes, hooks, strict=True):
+        hook = _Hook()  # one for all
+        for node in self._nodes:
             node.register_prehook(hook)
-        self._hooks = [weakref.ref(hook) for hook in hooks]
+        self._hook = weakref.ref(hook)
 
     def are_held(self, modules: Sequence[nn.Module]) -> bool:
         """Return whether there is a tensor of such a graph, but for what modules may keep. The caller holds none."""
         self._nodes = []
-        if self._are_kept(modules):
-            return True
-        _WATCHED_WITH[modules[0]] = hooks_of(modules)
-        return False
-
-    def _are_kept(self, modules: Sequence[nn.Module]) -> bool:
         if not self._are_there():
             return False
         with self._one_at_a_time:
@@ -108,7 +125,7 @@ class Graphs:
             return self._has_a_tensor(modules)
 
     def _are_there(self) -> bool:
-        return any(hook() is not None for hook in self._hooks)
+        return self._hook() is not None
 
     def _has_a_tensor(self, modules: Sequence[nn.Module]) -> bool:
         allowed = {id(tensor) for tensor in _stored_tensors(modules)}

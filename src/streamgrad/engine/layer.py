@@ -25,7 +25,7 @@ from streamgrad.engine.call import StreamedCall
 from streamgrad.engine.forward import restored_stream, run_forward
 from streamgrad.engine.grad_accumulator import GradAccumulators
 from streamgrad.engine.guards import RerunGuard, check_leaves, check_versions, gradient_of_input
-from streamgrad.engine.kept_graphs import Graphs, is_to_be_watched, keeping, keeps_on_a_module
+from streamgrad.engine.kept_graphs import Graphs, is_to_be_watched, keeping, keeps_on_a_module, made_in_forward, note_watched
 from streamgrad.engine.module_walk import modules_of
 from streamgrad.engine.replay import Autocast
 from streamgrad.engine.saved import Saved
@@ -102,7 +102,8 @@ class _StreamedLayer(torch.autograd.Function):
         guard.check_unchanged(modules)
         check_versions(call.token_inputs, ctx.versions, call.name)
         chunks = list(enumerate(call.spans(ctx.h_shape[1])))
-        accumulators = GradAccumulators(ctx.parameters, summed=len(chunks) > 1)
+        name, parameters = call.name, ctx.parameters
+        accumulators = GradAccumulators(parameters, summed=len(chunks) > 1)
         dh_BTE: Tensor | None = None
         token_inputs = TokenInputGradients(call.token_inputs, ctx.needs_input_grad[2:])
         unread = UnreadProducts(call.layer, call.tokens_at_once(ctx.h_shape), ctx.autocast.device_type)
@@ -110,15 +111,17 @@ class _StreamedLayer(torch.autograd.Function):
         with call.in_use.claimed(call.name), accumulators.installed_in(modules), call.surroundings(), deferred:
             with ctx.autocast.restored():
                 stream = restored_stream(call, ctx.tape, reader, ctx.h_shape[1])
-            is_watched = len(chunks) == 1 and is_to_be_watched(modules)  # where there are several, before the first step
+            # Where there are several chunks, what starts at parameters is watched before the first step.
+            watched = accumulators.tensors if len(chunks) == 1 and is_to_be_watched(modules) else []
             for index, (start, stop) in reversed(chunks):
                 h_BLE, attended = reader.chunk(index)
                 h_BLE.requires_grad_(ctx.needs_input_grad[1])
                 chunk = call.chunk((start, stop), stream, in_backward=True, kept=attended)
                 leaves = chunk.token_inputs = token_inputs.leaves(start, stop)
-                graphs = Graphs([h_BLE, *accumulators.tensors]) if is_watched else None
+                graphs = Graphs([h_BLE, *watched]) if index == len(chunks) - 1 else None
                 with torch.enable_grad(), ctx.autocast.restored(), ctx.tape.replaying(index):
-                    out_BLE = call.run(h_BLE, chunk)
+                    # No leaf where it is watched, so that it shows if somebody keeps the input itself.
+                    out_BLE = call.run(h_BLE if graphs is None else h_BLE.view_as(h_BLE), chunk)
                 chunk.release()
                 if index == len(chunks) - 1:
                     unread.learn(out_BLE)
@@ -152,12 +155,21 @@ class _StreamedLayer(torch.autograd.Function):
                 if graphs is not None and graphs.are_held(modules):
                     raise RuntimeError(f"{keeping(call.name)}, or call streamgrad.disable(model).")
                 graphs = None  # which holds the chunk's input
+            if watched:
+                note_watched(modules)
         guard.check_outcome_later(in_16_bits=ctx.autocast.enabled or ctx.h_dtype.itemsize == 2)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             # A program may hold on to its last loss, and through it to this node.
             ctx.kept.release()
             ctx.call = ctx.guard = None
-        return None, dh_BTE, *token_inputs.gradients, *accumulators.take_gradients()
+        gradients = accumulators.take_gradients()
+        beside = made_in_forward(parameters, gradients, modules)
+        if beside is not None:
+            raise RuntimeError(
+                f"a trainable parameter beside {beside} of {name} has got no gradient. If that tensor is made of the parameter "
+                'in some calls and read in others, make it in every call, or pass keep="all"; else freeze the parameter.'
+            )
+        return None, dh_BTE, *token_inputs.gradients, *gradients
 
 
 class TokenInputGradients:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from streamgrad.engine.call import StreamedCall
-from streamgrad.engine.guards import BuffersInForward
+from streamgrad.engine.guards import Unchanged
 from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, SeamError, StopAfterWrite, spans
 from streamgrad.engine.trial import Span, Trial
 
@@ -173,7 +173,7 @@ class RecurrentCall(StreamedCall):
         if self.mask is not None or len(spans_of_chunks) == 1:
             return super().with_ordinary_graph(h_BTE)
         stream = RecurrentStream(h_BTE.shape[1], self.names, self.document_starts, in_one_graph=True)
-        trial, buffers = self.trial(h_BTE.shape[1]), BuffersInForward(self.modules)
+        trial, unchanged = self.trial(h_BTE.shape[1]), Unchanged(self.modules, h_BTE, runs_again=False)
         made: list[tuple[Tensor, ...]] = []
         # One node for all slices of a tensor: the gradient of each slice alone would be as long as the whole.
         cut = [tensor.split([stop - start for start, stop in spans_of_chunks], dim=1) for tensor in (h_BTE, *self.token_inputs)]
@@ -183,7 +183,7 @@ class RecurrentCall(StreamedCall):
                 chunk.token_inputs = token_inputs
                 out_BLE = self.run(h_BLE, chunk)
                 chunk.check_finished()
-                buffers.check()
+                unchanged.check()
                 if not made:
                     trial(h_BTE.detach())
                 made.append((out_BLE, *chunk.recorded))
@@ -218,7 +218,7 @@ class RecurrentCall(StreamedCall):
 
     def trial(self, length: int) -> Trial:
         """Return the trial of a layer whose code may ignore the state before a chunk."""
-        return Trial(self.modules, self.name, self._run_from_start, self.adapters, self.forward, least=2, mixes_by_states=True)
+        return Trial(self.modules, self.name, self._run_from_start, self.adapters, self.called_as, least=2, mixes_by_states=True)
 
     def _run_from_start(self, h_BNE: Tensor, parts: Sequence[Span]) -> Tensor:
         """Run the layer on the parts of one sequence, each from the states after the one before."""

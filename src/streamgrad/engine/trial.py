@@ -25,6 +25,7 @@ import random
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from streamgrad.engine.grad_accumulator import stand_in, swapped_parameters
 from streamgrad.engine.guards import AdapterFacts, check_leaves
 from streamgrad.engine.kept_graphs import keeping, keeps_a_graph
 from streamgrad.engine.kv_chunk import Chunk, SeamError
+from streamgrad.engine.linear_maps import nobody_watches
 from streamgrad.engine.module_walk import buffers_in, modules_of, parameters_in
 from streamgrad.engine.replay import DRAWING, Autocast, RandomTape
 from streamgrad.ops.autograd import own_graph
@@ -46,7 +48,8 @@ Span = tuple[int, int]
 RunChunks = Callable[[Tensor, Sequence[Span]], Tensor]
 
 _MOST_TOKENS = 32
-_LARGEST_COMPARED = 1 << 16  # elements of a parameter
+# Elements of a parameter: of a linear map's weight, and of others.
+_LARGEST_OF_A_SUM, _LARGEST_COMPARED = 1 << 16, 1 << 24
 _DRAWS = {"16 bits": 16, "32 bits": 3, "64 bits": 1}
 # What each layer consisted of when a trial passed; a reference without adapters and a policy with them take turns in one layer.
 _PASSED: weakref.WeakKeyDictionary[nn.Module, list[Hashable]] = weakref.WeakKeyDictionary()
@@ -76,7 +79,8 @@ class Trial:
         modules: of the layer, which is the first.
         name: of the layer, for messages.
         run: runs the layer, each time from an empty cache.
-        forward: identifies the layer's own forward, which is replaced while the layer is streamed.
+        called_as: tells the layer's own forward, which is replaced while the layer is streamed, and switches that it is called
+            with, from others.
         least: the fewest tokens that a chunk may have.
         mixes_by_states: the layer hands states from token to token, so tokens do depend on earlier ones.
         is_scaled_later: gradients are computed before the loss's own is known, so they must be linear in it.
@@ -86,13 +90,13 @@ class Trial:
     name: str
     run: RunChunks
     adapters: AdapterFacts
-    forward: Hashable = None
+    called_as: Hashable = None
     least: int = 1
     mixes_by_states: bool = False
     is_scaled_later: bool = False
 
     def __post_init__(self) -> None:
-        self.contents: Hashable = (self.forward, contents_of(self.modules, self.adapters))
+        self.contents: Hashable = (self.called_as, contents_of(self.modules, self.adapters))
 
     def __call__(self, h_BTE: Tensor) -> None:
         """Raise `SeamError` where the layer, called with `h_BTE`, would give something else in chunks; once for each layer."""
@@ -104,16 +108,17 @@ class Trial:
         devices = [device for device in {h_BTE.device, *(p.device for p in parameters_in(modules))} if device.type == "cuda"]
         autocast, generator = Autocast(h_BTE.device.type), torch.Generator(device="cpu").manual_seed(0)
 
-        def draw() -> Tensor:
-            """Return random tokens and, as every second one, one of the sequence, changed by a hundredth.
+        def draw(*, of_sequence: bool = False) -> Tensor:
+            """Return random tokens and, as every second one or as each, one of the sequence, changed by a hundredth.
 
             Random ones are small, so that what the layer adds to them is not lost beside them. Values of the sequence may reach
             what small ones do not, as a limit on the largest of all tokens.
             """
             noise_BNE = torch.randn(h_BTE.shape[0], tokens, *h_BTE.shape[2:], generator=generator, device="cpu").to(h_BTE)
-            drawn_BNE = 0.1 * noise_BNE
-            places = torch.linspace(0, h_BTE.shape[1] - 1, tokens // 2, dtype=torch.long, device=h_BTE.device)
-            drawn_BNE[:, 1::2] = h_BTE.detach()[:, places] * (1 + 0.01 * noise_BNE[:, 1::2])
+            places = torch.linspace(0, h_BTE.shape[1] - 1, tokens, dtype=torch.long, device=h_BTE.device)
+            drawn_BNE = h_BTE.detach()[:, places] * (1 + 0.01 * noise_BNE)
+            if not of_sequence:
+                drawn_BNE[:, ::2] = 0.1 * noise_BNE[:, ::2]
             return drawn_BNE
 
         with (
@@ -135,7 +140,9 @@ class Trial:
                         break
                     self._check_draws(draw())
                     quiet.enter_context(in_eval_mode(silenced))
-                passed = self._check_chunks(draw, _cut(tokens, self.least))
+                parts = _cut(tokens, self.least)
+                # What is not finite for random tokens may be for those of the sequence.
+                passed = self._check_chunks(draw, parts) or self._check_chunks(partial(draw, of_sequence=True), parts)
             finally:
                 autocast.forget_casts()
         if passed:
@@ -160,11 +167,20 @@ class Trial:
             with torch.no_grad(), _Draws() as draws:
                 self.run(h_BNE[:, :length], [(0, length)])
             found.append(draws.sizes)
-        if any(whole == half == less for whole, half, less in zip(*found, strict=False)):
+        if any(whole == half == less for whole, half, less in zip(*found, strict=False)) and self._draws_show(h_BNE):
             raise SeamError(
                 f"{self.name} draws random numbers for the whole call and not for each token (as an adapter that is dropped as a "
                 "whole does), which would be drawn once a chunk; set that dropout to 0"
             )
+
+    def _draws_show(self, h_BNE: Tensor) -> bool:
+        """Return whether the output depends on what is drawn, but for dropout: PEFT's LoHa draws for a dropout of 0."""
+        outputs = []
+        with torch.no_grad(), in_eval_mode([module for module in self.modules if isinstance(module, _DropoutNd)]):
+            for seed in range(3):
+                torch.manual_seed(seed)
+                outputs.append(self.run(h_BNE, [(0, h_BNE.shape[1])]))
+        return not all(torch.equal(outputs[0], other) for other in outputs[1:])
 
     def _check_chunks(self, draw: Callable[[], Tensor], parts: Sequence[Span]) -> bool:
         """Raise where one chunk and several differ, in outputs or gradients; return whether there was something to compare.
@@ -210,6 +226,7 @@ class Trial:
             return None
         inputs = [h_BNE, *_worth_comparing(modules)] if whole_BNE.requires_grad else []
         expected = self._gradients(whole_BNE, inputs)
+        self._check_injected(whole_BNE, inputs)
         if expected and expected[0] is not None and not self.mixes_by_states:
             self._check_jacobian(h_BNE, whole_BNE, expected[0])
         whole_BNE = whole_BNE.detach()  # whose graph is no longer needed
@@ -226,6 +243,17 @@ class Trial:
         # Not by `_dout_of` itself: where this is the first backward of a process and begins with a product, cuBLAS warns.
         product = (out_BNE * _dout_of(out_BNE)).sum()
         return list(torch.autograd.grad(product, inputs, retain_graph=True, allow_unused=True))
+
+    def _check_injected(self, out_BNE: Tensor, inputs: Sequence[Tensor]) -> None:
+        """Raise where gradients come out although none goes in, as of a penalty that is added in backward: once a chunk."""
+        if not inputs:
+            return
+        made = torch.autograd.grad((out_BNE * torch.zeros_like(out_BNE)).sum(), inputs, retain_graph=True, allow_unused=True)
+        if any(gradient is not None and gradient.nan_to_num(0.0, 0.0, 0.0).any() for gradient in made):
+            raise SeamError(
+                f"{self.name} makes gradients of its own in backward, whatever the loss's are, as of an auxiliary loss that is "
+                "added there, and would make them again for every chunk"
+            )
 
     def _differ(self, actual: Sequence[Tensor | None], expected: Sequence[Tensor | None], precision: str) -> bool:
         """Return whether one of the gradients differs by more than rounding, or is there on one side only."""
@@ -298,8 +326,13 @@ def _token_difference(actual_BNE: Tensor, expected_BNE: Tensor, h_BNE: Tensor | 
 
 
 def _worth_comparing(modules: Sequence[nn.Module]) -> list[Tensor]:
-    """Return the trainable parameters but for the largest: gradients of matrices, by far most, are sums over tokens."""
-    return [p for p in parameters_in(modules) if p.requires_grad and p.numel() <= _LARGEST_COMPARED]
+    """Return the trainable parameters but for weights of torch's own linear maps, whose gradients are sums over tokens.
+
+    Those of few elements are compared too, and the largest of other modules are not: a layer's experts may have gigabytes.
+    """
+    sums = {id(module.weight) for module in modules if nobody_watches(module)}
+    trained = [p for p in parameters_in(modules) if p.requires_grad]
+    return [p for p in trained if p.numel() <= (_LARGEST_OF_A_SUM if id(p) in sums else _LARGEST_COMPARED)]
 
 
 def _cut(tokens: int, least: int) -> list[Span]:

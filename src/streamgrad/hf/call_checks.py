@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from streamgrad.hf.unusable import NoCache
+
+# Caches that programs have passed to calls with gradients, which did not fill them.
+_LEFT_EMPTY: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def refuse_what_needs_whole_layers(decoder: Any, arguments: dict[str, Any]) -> None:
@@ -18,6 +24,8 @@ def refuse_what_needs_whole_layers(decoder: Any, arguments: dict[str, Any]) -> N
             "output_attentions=False, or call streamgrad.disable(model)."
         )
     cache = arguments.get("past_key_values")
+    if cache in _LEFT_EMPTY:
+        raise ValueError(f"past_key_values was passed to an earlier call, but {NoCache.reason}")
     if cache is not None and cache.get_seq_length() > 0:
         is_trained = any(getattr(getattr(layer, "keys", None), "requires_grad", False) for layer in getattr(cache, "layers", ()))
         remedy = (
@@ -32,16 +40,22 @@ def refuse_what_needs_whole_layers(decoder: Any, arguments: dict[str, Any]) -> N
         )
 
 
-def drop_cache(arguments: dict[str, Any]) -> None:
-    """Drop the cache: filled while training, it would hold every key and value of every layer, with their graph."""
-    if arguments.pop("use_cache", None) or arguments.get("past_key_values") is not None:
+def drop_cache(arguments: dict[str, Any], config: Any) -> bool:
+    """Drop the cache, and return whether there would be one.
+
+    Filled while training, it would hold every key and value of every layer, with their graph.
+    """
+    asked, given = arguments.pop("use_cache", None), arguments.pop("past_key_values", None)
+    if given is not None:
+        _LEFT_EMPTY.add(given)
+    if asked or given is not None:
         warnings.warn(
             "streamgrad: use_cache=True is ignored while gradients are computed; no past_key_values are returned.",
             UserWarning,
             stacklevel=3,
         )
-    arguments.pop("past_key_values", None)
     arguments["use_cache"] = False
+    return bool(getattr(config, "use_cache", False) if asked is None else asked)
 
 
 def own_token_arguments(arguments: dict[str, Any]) -> None:

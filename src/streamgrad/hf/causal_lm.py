@@ -41,7 +41,6 @@ from streamgrad.hf.causal_loss import (
 from streamgrad.hf.decoder import masks_by_chunk
 from streamgrad.hf.deepspeed import check_head
 from streamgrad.hf.discover import cannot_be_streamed, names_in
-from streamgrad.hf.no_logits import NoLogits
 from streamgrad.hf.passage import Passage
 from streamgrad.hf.patching import (
     InstalledForward,
@@ -56,6 +55,7 @@ from streamgrad.hf.sharded import device_at_work
 from streamgrad.hf.step_facts import head_known_to_decoder, vocabulary_of
 from streamgrad.hf.tensor_parallel import refuse_cut_head
 from streamgrad.hf.tied_embeddings import HeadWeight
+from streamgrad.hf.unusable import NoLogits
 
 
 @dataclass

@@ -52,7 +52,7 @@ from streamgrad.hf.documents import Documents
 from streamgrad.hf.fusion import Fusion
 from streamgrad.hf.layer_args import LayerArguments
 from streamgrad.hf.layer_run import LayerRun
-from streamgrad.hf.mask_checks import check_mask
+from streamgrad.hf.mask_checks import check_mask, mask_of_layer
 from streamgrad.hf.patching import (
     InstalledForward,
     named_arguments,
@@ -64,11 +64,12 @@ from streamgrad.hf.patching import (
 from streamgrad.hf.peft import PEFT_ADAPTERS
 from streamgrad.hf.plain_pass import attention_of, plain_layers, whole_step
 from streamgrad.hf.recorded import Recorder
-from streamgrad.hf.seams import NotCausal, documents_as_stock, layer_mask, streamed_attention_in, with_documents
+from streamgrad.hf.seams import NotCausal, documents_as_stock, streamed_attention_in
 from streamgrad.hf.sequence_slices import SequenceGroup, Slices, WholeSequences, sequence_group
 from streamgrad.hf.step_facts import PlannedCall, kind_of_layer
 from streamgrad.hf.step_plan import Planner, Sample
 from streamgrad.hf.tensor_parallel import planned_together
+from streamgrad.hf.unusable import NoCache
 from streamgrad.hf.weights_ahead import WeightsAhead
 from streamgrad.memory.planner import HeadFacts, Plan
 from streamgrad.ops.autograd import in_transform
@@ -116,13 +117,15 @@ def decoder_forward(decoder: Any, stock: Callable[..., Any], stream: DecoderStre
         if group is None
         else Slices.of(decoder, arguments, group, stream.planner, stream.tree)
     )
-    drop_cache(sequences.arguments)
+    expects_cache = drop_cache(sequences.arguments, decoder.config)
     own_token_arguments(sequences.arguments)
     try:
         with stream.in_use.claimed(name), documents:
             output = _streamed_or_again(decoder, stock, stream, sequences)
     except SeamError as error:
         raise cannot_be_streamed(decoder, error, enabled=True) from error
+    if expects_cache and torch.is_grad_enabled() and getattr(output, "past_key_values", 0) is None:
+        output["past_key_values"] = NoCache()
     if stream.head is None:  # else a gradient reaches the streamed head first, which lets all of the model be protected
         protect_gradients(output[0], lambda: parameters_by_depth(decoder))
     return output
@@ -299,7 +302,7 @@ class _DecoderCall:
                 sharing=self.sequences.sharing,
                 adapters=PEFT_ADAPTERS,
                 surroundings=self.ahead.beside(index, run.surroundings),
-                forward=identity(self.forwards[index]),
+                called_as=(identity(self.forwards[index]), *run.switches()),
                 index=index,
                 in_use=self.stream.in_use,
                 on_shortage=planner.note_shortage,
@@ -350,8 +353,8 @@ class _DecoderCall:
             _, arguments = LayerArguments.bind(forward, (h_BTE,), given)
             arguments.attention_mask = mask = None
             if has_attention(modules):
-                arguments.attention_mask = CausalMask()
-                mask = self.sequences.mask(_mask_of(arguments, h_BTE.shape[1], h_BTE.shape[1]))
+                length, arguments.attention_mask = h_BTE.shape[1], CausalMask()
+                mask = self.sequences.mask(mask_of_layer(arguments, self.decoder.config, length, chunk_size=length))
             run = LayerRun(modules, arguments, recorder := Recorder(), fused_kernels=self.stream.config.fused_kernels)
             yield Sample(layer, run.alone, mask, tuple(recorder.keys), is_recurrent(modules))
 
@@ -359,7 +362,8 @@ class _DecoderCall:
         given = arguments.attention_mask
         if id(given) not in self.masks:
             chunk_size = self.stream.planner.chunk_size(*h_BTE.shape[:2])
-            self.masks[id(given)] = given, self.sequences.mask(_mask_of(arguments, h_BTE.shape[1], chunk_size))
+            mask = mask_of_layer(arguments, self.decoder.config, h_BTE.shape[1], chunk_size=chunk_size)
+            self.masks[id(given)] = given, self.sequences.mask(mask)
         return self.masks[id(given)][1]
 
     def _make_plan(self, h_BTE: Tensor, samples: Iterable[Sample]) -> Plan:
@@ -386,16 +390,3 @@ def _accepts(forward: Callable[..., Any], h_BTE: Tensor, arguments: dict[str, An
     except TypeError:
         return False
     return True
-
-
-def _mask_of(arguments: LayerArguments, length: int, chunk_size: int) -> CausalMask | DenseMask:
-    mask = layer_mask(arguments.attention_mask, length, chunk_size=chunk_size)
-    boundaries, of_keys = (arguments.others.get(f"cu_seq_lens_{side}") for side in "qk")
-    if boundaries is None:
-        return mask
-    if of_keys is not None and of_keys is not boundaries and not torch.equal(boundaries, of_keys.to(boundaries)):
-        raise ValueError(
-            f"cu_seq_lens_q and cu_seq_lens_k differ ({boundaries.numel()} and {of_keys.numel()} boundaries), and a token sees "
-            "the keys of its own document. Pass the same boundaries as both."
-        )
-    return with_documents(mask, boundaries, length) if isinstance(mask, CausalMask) else mask

@@ -24,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from streamgrad.engine.module_walk import modules_of
 from streamgrad.hf.configs import layer_configs
 from streamgrad.hf.deepspeed import has_zero3_hooks
+from streamgrad.hf.known_code import is_known_eager_attention
 from streamgrad.hf.layer_args import CACHE_NAMES, cache_argument
 from streamgrad.hf.patching import own_forward, signature_of
 from streamgrad.hf.peft import base_model, may_be_adapter, why_not_in_chunks
@@ -204,13 +205,13 @@ def _is_suspect(module: nn.Module) -> bool:
     """Return whether `layer_refusals` has to look closer at the module, as it need not at nearly all, in every step."""
     own, kind = module.__dict__, type(module)
     return (
-        type(own["_parameters"].get("weight")) not in (nn.Parameter, type(None))
+        _class_refusal(kind) is not None  # type: ignore[arg-type]
+        or type(own["_parameters"].get("weight")) not in (nn.Parameter, type(None))
         or "parametrizations" in own["_modules"]
         or "rope_type" in own
         or "_hf_hook" in own
         or has_zero3_hooks(module)
         or may_be_adapter(module)
-        or _class_refusal(kind) is not None  # type: ignore[arg-type]
         or kind.__name__ == "Float8Linear"
     )
 
@@ -257,7 +258,8 @@ def _names_in_forwards(kinds: tuple[type, ...]) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=1024)
 def _names_in_forward(kind: type) -> set[str]:
-    code = getattr(inspect.unwrap(kind.forward), "__code__", None)  # type: ignore[attr-defined]
+    # Not by the class, where TorchScript has something that cannot be looked up.
+    code = getattr(inspect.unwrap(inspect.getattr_static(kind, "forward")), "__code__", None)
     return set() if code is None else {*code.co_names, *(word for word in code.co_consts if isinstance(word, str))}
 
 
@@ -271,6 +273,8 @@ def _class_refusal(kind: type) -> str | None:
     """Return why no module of this class may be inside a layer; `{place}` and `{layer}` are its path and the layer's class."""
     if issubclass(kind, _TOKEN_MIXERS):
         return f"{{place}} is a {kind.__name__}, which mixes tokens outside of attention"
+    if issubclass(kind, torch.jit.ScriptModule):
+        return "{place} is a TorchScript module, whose code cannot be looked at; put the module there that it was made of"
     if any(base.__name__ == "CheckpointWrapper" for base in kind.__mro__):
         return "CheckpointWrapper is around its layers or inside them; leave it out, as streamed layers are run again anyway"
     if issubclass(kind, FullyShardedDataParallel):
@@ -292,7 +296,7 @@ def attention_configs(modules: list[nn.Module]) -> list[Any]:
 
 
 def foreign_attention(configs: list[Any], layer: nn.Module) -> Iterator[str]:
-    """Yield why attention is not transformers' own, which the streamed one equals, or that of the model's own file."""
+    """Yield why attention is not transformers' own, which the streamed one equals, or a copy of it in the model's file."""
     for name in {config._attn_implementation_internal for config in configs} - {None}:
         if name == "sdpa" and F.scaled_dot_product_attention is not torch._C._nn.scaled_dot_product_attention:
             yield (
@@ -304,8 +308,8 @@ def foreign_attention(configs: list[Any], layer: nn.Module) -> Iterator[str]:
         if name == "eager":
             calls = [type(module).forward for module in modules_of(layer)]
             calls = [forward for forward in calls if "eager_attention_forward" in getattr(forward, "__globals__", ())]
-            functions += [forward.__globals__["eager_attention_forward"] for forward in calls]
-            files |= {forward.__module__.partition(".")[0] for forward in calls}
+            own = [forward.__globals__["eager_attention_forward"] for forward in calls]
+            functions += [function for function in own if not is_known_eager_attention(function)]
         functions = list(map(_unwrapped, functions))
         ours = [function for function in functions if str(getattr(function, "__module__", None)).startswith("transformers.")]
         functions += [called for function in ours for called in _called_by(function)]

@@ -22,6 +22,7 @@ from transformers import activations
 from streamgrad.engine.linear_maps import nobody_watches
 from streamgrad.engine.temporary import temporary_attributes
 from streamgrad.hf.fused_experts import fused_experts, is_of_experts
+from streamgrad.hf.known_code import same_code
 from streamgrad.ops.fused import Norm, gated, rms_norm, rotary
 
 
@@ -113,14 +114,14 @@ def _stock_rotary(names: dict[str, Any]) -> Any:
 
 def _is_known_rotary(function: Any) -> bool:
     halves = getattr(function, "__globals__", {}).get("rotate_half")
-    return _same_code(function, _apply_rotary) and function.__defaults__ == (1,) and _same_code(halves, _rotate_half)
+    return same_code(function, _apply_rotary) and function.__defaults__ == (1,) and same_code(halves, _rotate_half)
 
 
 def _fused_forward(module: Any, form: str, forward: Any, wants: Callable[..., bool]) -> Callable[..., Tensor] | None:
     """Return a fused function that equals `forward`, the one of the module's class in this form, or None if none is known."""
     stock = types.MethodType(forward, module)
     if form == "gemma norm":
-        if not _same_code(getattr(type(module), "_norm", None), _gemma_norm_helper):
+        if not same_code(getattr(type(module), "_norm", None), _gemma_norm_helper):
             return None
         return _fused_norm(module, Norm(module.eps, weight_offset=1.0), stock, wants)
     if form == "norm":
@@ -142,21 +143,7 @@ def _form_of(forward: Any) -> tuple[str | None, bool]:
     rotates = "apply_rotary_pos_emb" in getattr(getattr(forward, "__code__", None), "co_names", ())
     if is_of_experts(forward):
         return "experts", rotates
-    return next((form for reference, form in _FORMS.items() if _same_code(forward, reference)), None), rotates
-
-
-def _same_code(function: Any, reference: Any) -> bool:
-    """Return whether two functions have the same instructions, names and constants, and the first has no closure."""
-    code, other = getattr(function, "__code__", None), reference.__code__
-    if code is None or getattr(function, "__closure__", None):
-        return False
-    return (code.co_code, code.co_names, _constants(code)) == (other.co_code, other.co_names, _constants(other))
-
-
-def _constants(code: types.CodeType) -> tuple[Any, ...]:
-    """Return a code's constants without its docstring, or without the None in its place up to Python 3.13."""
-    consts = code.co_consts
-    return consts[1:] if consts and (consts[0] is None or isinstance(consts[0], str)) else consts
+    return next((form for reference, form in _FORMS.items() if same_code(forward, reference)), None), rotates
 
 
 # --- Code that is recognised: these functions are only compared with, never called ---------------------------------------

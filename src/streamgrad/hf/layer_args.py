@@ -14,6 +14,7 @@ from streamgrad.engine.kv_chunk import Chunk, SeamError
 from streamgrad.engine.recurrent_chunk import RecurrentChunk
 from streamgrad.hf.patching import named_arguments, signature_of
 from streamgrad.hf.token_inputs import TokenInputs
+from streamgrad.hf.unusable import uncut
 
 CACHE_NAMES = ("past_key_values", "layer_past", "past_key_value", "cache_params")
 
@@ -62,8 +63,7 @@ class LayerArguments:
         values.pop(cache_name, None)
         values.pop("use_cache", None)
         token_inputs = TokenInputs(values, hidden_states.shape, but_for=_TOKEN_AXIS.keys() | _WHOLE)
-        for name, value in values.items():
-            _check_argument(name, value)
+        values = {name: _passed_on(name, value) for name, value in values.items()}
         cut = [name for name, value in values.items() if name in _TOKEN_AXIS and value is not None]
         return hidden_states, cls(forward, attention_mask, values, cache_name, mask_name, token_inputs, cut)
 
@@ -88,15 +88,23 @@ class LayerArguments:
 
 
 def cache_argument(forward: Callable[..., Any]) -> str | None:
-    """Return the name of a layer's key/value cache argument, or None if it takes none."""
+    """Return the name of a layer's key/value cache argument, or None if it takes none.
+
+    A layer around another hands on what it has no name for; if the cache gets lost on the way, the layer is refused when it runs.
+    """
     names = signature_of(forward).parameters
-    return next((name for name in CACHE_NAMES if name in names), None)
+    named = next((name for name in CACHE_NAMES if name in names), None)
+    hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in names.values())
+    return named or (CACHE_NAMES[0] if hands_on else None)
 
 
-def _check_argument(name: str, value: Any) -> None:
-    """Raise for an argument that needs a gradient, or that holds tensors which might be cut wrongly."""
+def _passed_on(name: str, value: Any) -> Any:
+    """Return an argument, or what raises as soon as it is read if it has tensors that nobody knows how to cut.
+
+    Raise for one that needs a gradient.
+    """
     if value is None or type(value) in (bool, int, float, str):
-        return
+        return value
     leaves = value if type(value) is tuple else [value]
     if not all(isinstance(leaf, Tensor) for leaf in leaves):
         leaves = torch.utils._pytree.tree_leaves(value)
@@ -104,8 +112,8 @@ def _check_argument(name: str, value: Any) -> None:
     if any(tensor.requires_grad for tensor in tensors):
         raise SeamError(f"its layers take {name}, which needs a gradient that a streamed layer would not give it")
     if tensors and name not in _TOKEN_AXIS and name not in _WHOLE:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-        raise SeamError(f"its layers take {name} of shape {shapes}, and how to cut it into chunks is not known")
+        return uncut(name, [tensor.shape for tensor in tensors])
+    return value
 
 
 def is_causal_mask(value: Any) -> bool:
@@ -120,4 +128,6 @@ def _cut(name: str, value: Any, chunk: Chunk) -> Any:
     if isinstance(value, Tensor):
         is_whole = start == 0 and stop == value.shape[axis]
         return value if is_whole else value.narrow(axis, start, stop - start)
+    if isinstance(value, dict):
+        return {key: _cut(name, item, chunk) for key, item in value.items()}
     return type(value)([_cut(name, item, chunk) for item in value])

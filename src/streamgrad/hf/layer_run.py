@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
+from streamgrad.engine.contents import switches_in
 from streamgrad.hf.discover import attention_configs
 from streamgrad.hf.fusion import Fusion
 from streamgrad.hf.layer_args import LayerArguments
@@ -23,6 +24,11 @@ class LayerRun:
     def __init__(self, modules: list[nn.Module], arguments: LayerArguments, recorder: Recorder, *, fused_kernels: str) -> None:
         self._modules, self._arguments, self._recorder = modules, arguments, recorder
         self._configs, self._fusion = attention_configs(modules), Fusion(modules, mode=fused_kernels)
+
+    def switches(self) -> Iterator[Hashable]:
+        """Yield what the layer's code may ask beside its modules and hidden states: plain arguments, and its configurations."""
+        yield from (switches_in(values) for values in (self._arguments.others, *map(vars, self._configs)))
+        yield tuple(self._arguments.token_inputs.names)
 
     @contextmanager
     def surroundings(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Refusing masks that the stock model would read otherwise than streamed attention does, before any layer runs.
+"""The masks of layers; those that the stock model would read otherwise than streamed attention does are refused.
 
 A token that sees no key (padding on the left) gets zeros from streamed attention, as from SDPA, flash and flex attention. Eager
 attention gives it the mean of all values, those of later tokens included, unless it has a sink, which then takes all weight.
@@ -13,9 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamgrad.attention.masks import DenseMask, rows_without_keys
+from streamgrad.attention.masks import CausalMask, DenseMask, rows_without_keys
+from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.hf.discover import decoder_layers, sliding_window
-from streamgrad.hf.seams import attention_name
+from streamgrad.hf.layer_args import LayerArguments
+from streamgrad.hf.seams import attention_name, layer_mask, with_documents
+
+# Kernels for which a mask of None hides nothing; for others it means causal.
+_SEES_ALL_WITHOUT_MASK = {"eager", "flex_attention"}
 
 
 def check_mask(arguments: dict[str, Any], config: Any) -> None:
@@ -89,3 +94,22 @@ def _tensors(attention_mask: Any) -> list[Tensor]:
     """Return the mask, or those of a dict by type of layer, which some models take."""
     masks = attention_mask.values() if isinstance(attention_mask, dict) else [attention_mask]
     return [mask for mask in masks if isinstance(mask, Tensor)]
+
+
+def mask_of_layer(arguments: LayerArguments, config: Any, length: int, *, chunk_size: int) -> CausalMask | DenseMask:
+    """Return the mask of a layer that is called with these arguments, as one that can be built by chunk."""
+    if arguments.attention_mask is None and (name := attention_name(config)) in _SEES_ALL_WITHOUT_MASK:
+        raise SeamError(
+            f"its layers are given no attention mask, and {name} attention then lets each token see those after it too; call "
+            "model.set_attn_implementation('sdpa') if that is not meant"
+        )
+    mask = layer_mask(arguments.attention_mask, length, chunk_size=chunk_size)
+    boundaries, of_keys = (arguments.others.get(f"cu_seq_lens_{side}") for side in "qk")
+    if boundaries is None:
+        return mask
+    if of_keys is not None and of_keys is not boundaries and not torch.equal(boundaries, of_keys.to(boundaries)):
+        raise ValueError(
+            f"cu_seq_lens_q and cu_seq_lens_k differ ({boundaries.numel()} and {of_keys.numel()} boundaries), and a token sees "
+            "the keys of its own document. Pass the same boundaries as both."
+        )
+    return with_documents(mask, boundaries, length) if isinstance(mask, CausalMask) else mask

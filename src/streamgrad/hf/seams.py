@@ -27,6 +27,7 @@ from streamgrad.attention.masks import CausalMask, DenseMask
 from streamgrad.attention.streamed import streamed_attention
 from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, SeamError
 from streamgrad.engine.replay import as_autocast
+from streamgrad.hf.unusable import Unusable
 
 IMPLEMENTATION = "streamgrad"
 
@@ -52,6 +53,7 @@ def stream_attention_forward(
     key: Tensor,
     value: Tensor,
     attention_mask: Any,
+    *by_position: Any,
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
@@ -63,13 +65,18 @@ def stream_attention_forward(
     (B, H, L, D) in, ((B, L, H, D), None) out. The chunk is what the layer was given as its `attention_mask`, or all of a row that
     is a tree, in a plain pass.
     """
+    if by_position:
+        raise SeamError(
+            "its attention is called with scaling or dropout by position, and kernels take these in different orders; pass both "
+            "by name"
+        )
     in_whole, length = _WHOLE.get(), key.shape[2]
     if in_whole is not None and isinstance(attention_mask, CausalMask):
         attention_mask = Chunk(0, length, KeyValueStream(length), in_whole.mask(attention_mask), in_whole.backends)
     if not isinstance(attention_mask, Chunk):
         raise SeamError(f"its attention replaces the mask it was given by a {type(attention_mask).__name__}")
     for name, argument in kwargs.items():
-        if name not in _LEFT_UNREAD and argument is not None and argument is not False:
+        if name not in _LEFT_UNREAD and argument is not None and argument is not False and not isinstance(argument, Unusable):
             raise SeamError(f"its attention is called with {name}={type(argument).__name__}, which streaming does not support")
     if type(scaling) not in _NUMBERS or type(softcap) not in _NUMBERS:
         _check_factors(scaling=scaling, softcap=softcap)

@@ -13,6 +13,7 @@ from collections import UserDict
 from collections.abc import Container, MutableMapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from streamgrad.engine.kv_chunk import Chunk, SeamError
@@ -53,6 +54,11 @@ class TokenInputs:
                 )
             self.tensors += pair
 
+    @property
+    def names(self) -> list[str]:
+        """Return the names of the arguments that hold vectors, and of shared keys and values."""
+        return [*self._vectors, *self._given]
+
     def arguments(self, chunk: Chunk) -> dict[str, Any]:
         """Return the layer's arguments for one chunk, made of the chunk's own tensors where it has them, as in backward."""
         if not self._vectors and self._shared is None:
@@ -60,6 +66,8 @@ class TokenInputs:
         tensors = chunk.token_inputs
         if tensors is None:
             tensors = [tensor[:, chunk.start : chunk.stop].detach() for tensor in self.tensors]
+            if chunk.alone:
+                tensors = [_varied(tensor, chunk.start) for tensor in tensors]
         count = len(self._vectors)
         found: dict[str, Any] = dict(zip(self._vectors, tensors[:count], strict=True))
         if self._shared is not None:
@@ -93,6 +101,14 @@ class TokenInputs:
 def _are_vectors(value: Any, h_shape: Sequence[int]) -> bool:
     """Return whether an argument has a vector for each token, as hidden states, (B, T, E), have."""
     return isinstance(value, Tensor) and value.ndim == len(h_shape) == 3 and value.shape[:2] == h_shape[:2]
+
+
+def _varied(tensor_BLE: Tensor, start: int) -> Tensor:
+    """Return it with something added that every token has its own of: in a trial, zeros would hide what is done with them."""
+    if not tensor_BLE.is_floating_point():
+        return tensor_BLE
+    places = torch.arange(start + 1, start + 1 + tensor_BLE.shape[1], dtype=torch.float64, device=tensor_BLE.device)
+    return tensor_BLE + 0.1 * places.cos().to(tensor_BLE.dtype).view(1, -1, *[1] * (tensor_BLE.ndim - 2))
 
 
 def _turned(pair: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

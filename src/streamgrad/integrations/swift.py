@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from streamgrad.hf.discover import unwrap
-from streamgrad.hf.no_logits import NoLogits
+from streamgrad.hf.unusable import NoLogits
 from streamgrad.integrations.callback import StreamgradCallback
 from streamgrad.integrations.environment import config_from_environment
 

@@ -1,0 +1,55 @@
+"""Recognises functions by their instructions: a copy in a model's own file counts as what it was copied from."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.llama import modeling_llama
+
+
+def same_code(function: Any, reference: Any) -> bool:
+    """Return whether two functions have the same instructions, names and constants, and the first has no closure."""
+    code = getattr(function, "__code__", None)
+    if code is None or getattr(function, "__closure__", None):
+        return False
+    return _instructions(code) == _instructions(reference.__code__)
+
+
+@functools.lru_cache(maxsize=512)
+def _instructions(code: types.CodeType) -> list[tuple[str, Any]]:
+    """Return a code's instructions with the values that they name: a docstring moves the places of constants."""
+    return [(each.opname, each.argval) for each in dis.get_instructions(code)]
+
+
+@functools.lru_cache(maxsize=128)
+def is_known_eager_attention(function: Any) -> bool:
+    """Return whether it is a copy of an `eager_attention_forward` of transformers that computes what streamed attention does."""
+    known = modeling_llama.eager_attention_forward, modeling_gemma2.eager_attention_forward, _sliced_eager_attention
+    repeats = getattr(function, "__globals__", {}).get("repeat_kv")
+    return any(same_code(function, reference) for reference in known) and same_code(repeats, modeling_llama.repeat_kv)
+
+
+def _sliced_eager_attention(
+    module: Any, query: Any, key: Any, value: Any, attention_mask: Any, scaling: Any, dropout: Any = 0.0, **kwargs: Any
+) -> Any:
+    """Stand for that of releases before 5, of which there are many copies; it is only compared with, never called."""
+    key_states = repeat_kv(key, module.num_key_value_groups)  # type: ignore[name-defined]  # noqa: F821
+    value_states = repeat_kv(value, module.num_key_value_groups)  # type: ignore[name-defined]  # noqa: F821
+
+    attn_weights = torch.matmul(query, key_states.transpose(2, 3)) * scaling
+    if attention_mask is not None:
+        causal_mask = attention_mask[:, :, :, : key_states.shape[-2]]
+        attn_weights = attn_weights + causal_mask
+
+    attn_weights = nn.functional.softmax(attn_weights, dim=-1, dtype=torch.float32).to(query.dtype)
+    attn_weights = nn.functional.dropout(attn_weights, p=dropout, training=module.training)
+    attn_output = torch.matmul(attn_weights, value_states)
+    attn_output = attn_output.transpose(1, 2).contiguous()
+
+    return attn_output, attn_weights
