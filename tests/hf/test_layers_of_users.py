@@ -396,7 +396,7 @@ def test_a_layer_around_another_that_loses_the_cache_is_refused():
 
 
 @pytest.mark.parametrize("kind", [LoHaConfig, LoKrConfig])
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("dropout", [0.0, 0.01, 0.5])
 def test_adapters_that_draw_for_a_dropout_of_zero(kind, dropout):
     def model():
         torch.manual_seed(0)
