@@ -194,6 +194,8 @@ def test_a_filled_cache_is_refused_and_one_that_is_left_empty_cannot_be_used(mod
     for cache in (*empty, own):
         with pytest.raises((AttributeError, TypeError, ValueError), match=r"fills no cache while gradients .*torch\.no_grad"):
             model(input_ids=tokens(1, 3), past_key_values=cache)
+    with torch.no_grad(), pytest.raises(ValueError, match="was passed to an earlier call, but streamgrad fills no cache"):
+        model(input_ids=tokens(1, 3), past_key_values=own)
     assert model(input_ids=tokens(1, 3), use_cache=False).past_key_values is None
 
 

@@ -86,7 +86,7 @@ def test_pairs_are_two_sequences_and_take_a_reference_pass():
 
 
 def test_keeping_more_takes_less_time():
-    """Of a sequence in several chunks: in one, keys are made again with everything else, and not before it."""
+    """In several chunks. A layer of one chunk makes its keys once in backward, however little it keeps."""
     options = {"gpu_memory": "4TiB", "offload": "none"}
     seconds = [
         streamgrad.estimate("qwen3-4b", 131_072, keep=keep, **options).streamed.seconds for keep in ("input", "attention", "all")

@@ -12,7 +12,7 @@ from torch.nn.modules import module as _module
 from streamgrad.engine.guards import AdapterFacts
 
 _PLAIN = frozenset({bool, float, str, type(None)})
-_SWITCHES = _PLAIN | {dict, Tensor}
+_OF_ALL_MODULES = frozenset(nn.Module().__dict__)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -40,13 +40,16 @@ def contents_of(modules: Sequence[nn.Module], adapters: AdapterFacts) -> Hashabl
 
 def switches_in(values: Mapping[str, Any]) -> Hashable:
     """Return the plain values by name, in dicts too, and which are tensors; no whole numbers, as calls are counted by them."""
-    return tuple((name, *_switch(value)) for name, value in values.items() if type(value) in _SWITCHES)
-
-
-def _switch(value: Any) -> tuple[Hashable, ...]:
-    if isinstance(value, dict):
-        return tuple((str(key), each) for key, each in value.items() if type(each) in _PLAIN)
-    return (Tensor,) if isinstance(value, Tensor) else (value,)
+    found: list[Hashable] = []
+    for name, value in values.items():
+        kind = type(value)
+        if kind in _PLAIN:
+            found.append((name, value))
+        elif kind is Tensor:
+            found.append((name, Tensor))
+        elif kind is dict and name not in _OF_ALL_MODULES:
+            found.append((name, *((str(key), each) for key, each in value.items() if type(each) in _PLAIN)))
+    return tuple(found)
 
 
 def _version(parameter: Tensor, module: nn.Module) -> int:

@@ -15,6 +15,12 @@ from streamgrad.hf.unusable import NoCache
 _LEFT_EMPTY: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
+def refuse_a_cache_left_empty(arguments: dict[str, Any]) -> None:
+    """Raise for a cache that an earlier call with gradients did not fill: without gradients too, a call would go on from it."""
+    if arguments.get("past_key_values") in _LEFT_EMPTY:
+        raise ValueError(f"past_key_values was passed to an earlier call, but {NoCache.reason}")
+
+
 def refuse_what_needs_whole_layers(decoder: Any, arguments: dict[str, Any]) -> None:
     """Raise for attention weights, and for a cache that holds keys already."""
     asked = arguments.get("output_attentions")
@@ -24,8 +30,6 @@ def refuse_what_needs_whole_layers(decoder: Any, arguments: dict[str, Any]) -> N
             "output_attentions=False, or call streamgrad.disable(model)."
         )
     cache = arguments.get("past_key_values")
-    if cache in _LEFT_EMPTY:
-        raise ValueError(f"past_key_values was passed to an earlier call, but {NoCache.reason}")
     if cache is not None and cache.get_seq_length() > 0:
         is_trained = any(getattr(getattr(layer, "keys", None), "requires_grad", False) for layer in getattr(cache, "layers", ()))
         remedy = (

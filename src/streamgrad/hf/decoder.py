@@ -36,7 +36,7 @@ from streamgrad.engine.replay import DRAWING
 from streamgrad.engine.segment import Joint
 from streamgrad.engine.shortage import is_only_process, naming_shortage
 from streamgrad.engine.temporary import temporary_attributes
-from streamgrad.hf.call_checks import drop_cache, own_token_arguments, refuse_what_needs_whole_layers
+from streamgrad.hf.call_checks import drop_cache, own_token_arguments, refuse_a_cache_left_empty, refuse_what_needs_whole_layers
 from streamgrad.hf.compiled_layers import LayerCompiler
 from streamgrad.hf.deepspeed import is_partitioned
 from streamgrad.hf.discover import (
@@ -104,6 +104,7 @@ def decoder_forward(decoder: Any, stock: Callable[..., Any], stream: DecoderStre
     arguments = named_arguments(stock, args, kwargs)
     if stream.mask_BT is not None:
         arguments["attention_mask"] = stream.mask_BT
+    refuse_a_cache_left_empty(arguments)
     group, name = sequence_group(decoder, stream.group), type(decoder).__name__
     if group is None and stream.tree is None and not _should_stream(decoder, stream, arguments):
         with stream.in_use.claimed(name, alone=False):

@@ -305,17 +305,19 @@ def foreign_attention(configs: list[Any], layer: nn.Module) -> Iterator[str]:
             )
         functions = [interface.get(name) for interface in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)]
         files = {"transformers", "torch", "streamgrad", "deepspeed"}  # whose Ulysses is known (`hf.sequence_slices`)
+        own = []
         if name == "eager":
             calls = [type(module).forward for module in modules_of(layer)]
             calls = [forward for forward in calls if "eager_attention_forward" in getattr(forward, "__globals__", ())]
             own = [forward.__globals__["eager_attention_forward"] for forward in calls]
-            functions += [function for function in own if not is_known_eager_attention(function)]
+            functions += own
         functions = list(map(_unwrapped, functions))
         ours = [function for function in functions if str(getattr(function, "__module__", None)).startswith("transformers.")]
         functions += [called for function in ours for called in _called_by(function)]
         for function in functions:
             origin = getattr(function, "__module__", None)
-            if function is not None and (origin or "").partition(".")[0] not in files:
+            is_known = function is None or (origin or "").partition(".")[0] in files
+            if not is_known and not (function in own and is_known_eager_attention(function)):
                 yield (
                     f"its attention, {name!r}, has a function of {origin} in place of transformers' own, which is all that is "
                     "streamed; put that back, with model.set_attn_implementation('sdpa') where the name is your own, or in a "

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.models.gemma2 import modeling_gemma2
-from transformers.models.llama import modeling_llama
 
 
 def same_code(function: Any, reference: Any) -> bool:
@@ -27,12 +25,17 @@ def _instructions(code: types.CodeType) -> list[tuple[str, Any]]:
     return [(each.opname, each.argval) for each in dis.get_instructions(code)]
 
 
-@functools.lru_cache(maxsize=128)
 def is_known_eager_attention(function: Any) -> bool:
     """Return whether it is a copy of an `eager_attention_forward` of transformers that computes what streamed attention does."""
-    known = modeling_llama.eager_attention_forward, modeling_gemma2.eager_attention_forward, _sliced_eager_attention
+    from transformers.models.gemma2 import modeling_gemma2
+    from transformers.models.llama import modeling_llama
+
+    originals = modeling_llama.eager_attention_forward, modeling_gemma2.eager_attention_forward, modeling_llama.repeat_kv
+    if not all(str(original.__module__).startswith("transformers.") for original in originals):
+        return False  # somebody has replaced them
+    *eager, repeat = originals
     repeats = getattr(function, "__globals__", {}).get("repeat_kv")
-    return any(same_code(function, reference) for reference in known) and same_code(repeats, modeling_llama.repeat_kv)
+    return any(same_code(function, known) for known in (*eager, _sliced_eager_attention)) and same_code(repeats, repeat)
 
 
 def _sliced_eager_attention(

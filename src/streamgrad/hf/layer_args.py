@@ -112,7 +112,7 @@ def _passed_on(name: str, value: Any) -> Any:
     if any(tensor.requires_grad for tensor in tensors):
         raise SeamError(f"its layers take {name}, which needs a gradient that a streamed layer would not give it")
     if tensors and name not in _TOKEN_AXIS and name not in _WHOLE:
-        return uncut(name, [tensor.shape for tensor in tensors])
+        return uncut(name, value, [tensor.shape for tensor in tensors])
     return value
 
 

@@ -7,8 +7,12 @@ pickle; all of that works.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor
 
 from streamgrad.engine.kv_chunk import SeamError
 
@@ -73,8 +77,21 @@ class NoCache(Unusable):
     )
 
 
-def uncut(name: str, shapes: Sequence[Sequence[int]]) -> Unusable:
-    """Return what stands for an argument of layers that nobody knows how to cut; most layers hand it on, and read it nowhere."""
+def uncut(name: str, value: Any, shapes: Sequence[Sequence[int]]) -> Any:
+    """Return what stands for a layer's argument that nobody knows how to cut; most layers hand it on, and read it nowhere.
+
+    It passes for one of the value's kind: a layer that computes with tensors, and ignores what is none, must not ignore it.
+    """
+    if isinstance(value, Tensor):
+        return torch.empty(value.shape, dtype=value.dtype, device="meta").as_subclass(_uncut(name, tuple(shapes), Tensor))
+    return _uncut(name, tuple(shapes), type(value))()
+
+
+@functools.lru_cache(maxsize=64)
+def _uncut(name: str, shapes: tuple[Sequence[int], ...], kind: type) -> type[Any]:
     listed = ", ".join(str(tuple(shape)) for shape in shapes)
     reason = f"its layers read {name} of shape {listed}, and how to cut it into chunks is not known"
-    return type("Uncut", (Unusable,), {"name": name, "reason": reason, "error": SeamError})()
+    members = {"name": name, "reason": reason, "error": SeamError}
+    if kind is Tensor:  # a true one: torch's own code takes everything that says it is a tensor for its own layout
+        return type("UncutTensor", (Unusable, Tensor), members)
+    return type("Uncut", (Unusable,), members | {"__class__": property(lambda self: kind)})
