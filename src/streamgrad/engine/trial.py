@@ -8,8 +8,8 @@ the sequence may be in a hook. So the layer is run, with attention reduced to th
 - Its output at some tokens must have no derivative by other tokens. Exactly none: zeros stay zeros in every precision.
 - Its output must be the same in one chunk as in several. This finds what has no derivative, as a maximum that sets a scale, and
   what counts positions inside the chunk. So must the gradients of its parameters, summed over chunks.
-- It may read no trainable tensor but its own parameters, and keep none with its graph.
-- What it draws at random must be drawn for tokens. One draw a call (a module that is dropped as a whole) would be one a chunk.
+- It may read no trainable tensor but its own parameters, keep none with its graph, and make no gradients where none come in.
+- What it draws at random must be drawn for tokens (`engine.trial_draws`).
 
 Zeros in trainable parameters, as in the last one of a new adapter, would hide what is behind them. They are replaced for the
 trial.
@@ -21,17 +21,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import random
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamgrad.engine.contents import contents_of
 from streamgrad.engine.grad_accumulator import stand_in, swapped_parameters
@@ -40,7 +36,8 @@ from streamgrad.engine.kept_graphs import keeping, keeps_a_graph
 from streamgrad.engine.kv_chunk import Chunk, SeamError
 from streamgrad.engine.linear_maps import nobody_watches
 from streamgrad.engine.module_walk import buffers_in, modules_of, parameters_in
-from streamgrad.engine.replay import DRAWING, Autocast, RandomTape
+from streamgrad.engine.replay import DRAWING, Autocast
+from streamgrad.engine.trial_draws import without_draws
 from streamgrad.ops.autograd import own_graph
 
 Span = tuple[int, int]
@@ -129,63 +126,21 @@ class Trial:
             torch.enable_grad(),
             swapped_parameters(modules, _stand_ins(modules)),
             _unchanged_buffers(modules),
-            contextlib.ExitStack() as quiet,
         ):
             try:
-                if keeps_a_graph(lambda h_BNE: self.run(h_BNE, [(0, tokens)]), draw().requires_grad_(), modules):
+                if keeps_a_graph(self._run_whole, draw().requires_grad_(), modules):
                     raise SeamError(keeping(self.name))
-                # Without dropout, whose draws differ from chunk to chunk; in training mode otherwise, as far as that is possible.
-                for silenced in ([module for module in modules if isinstance(module, _DropoutNd)], modules):
-                    if not self._draws(draw(), devices):
-                        break
-                    self._check_draws(draw())
-                    quiet.enter_context(in_eval_mode(silenced))
-                parts = _cut(tokens, self.least)
-                # What is not finite for random tokens may be for those of the sequence.
-                passed = self._check_chunks(draw, parts) or self._check_chunks(partial(draw, of_sequence=True), parts)
+                with without_draws(modules, self.name, self._run_whole, draw, devices):
+                    parts = _cut(tokens, self.least)
+                    # What is not finite for random tokens may be for those of the sequence.
+                    passed = self._check_chunks(draw, parts) or self._check_chunks(partial(draw, of_sequence=True), parts)
             finally:
                 autocast.forget_casts()
         if passed:
             _PASSED[layer] = [*_PASSED.get(layer, ())[-7:], contents]
 
-    def _draws(self, h_BNE: Tensor, devices: Sequence[torch.device]) -> bool:
-        """Return whether random numbers are drawn from torch; raise where they are drawn from elsewhere."""
-        tape, pythons = RandomTape(devices), random.getstate()
-        with torch.no_grad(), tape.recording(0):
-            self.run(h_BNE, [(0, h_BNE.shape[1])])
-        if random.getstate() != pythons:
-            random.setstate(pythons)
-            raise SeamError(
-                f"{self.name} draws from Python's random module, and would draw again for every chunk and in backward"
-            )
-        return tape.has_draws
-
-    def _check_draws(self, h_BNE: Tensor) -> None:
-        tokens = h_BNE.shape[1]
-        found = []
-        for length in (tokens, tokens // 2, tokens // 2 - 1 or 1):
-            with torch.no_grad(), _Draws() as draws:
-                self.run(h_BNE[:, :length], [(0, length)])
-            found.append(draws.sizes)
-        if any(whole == half == less for whole, half, less in zip(*found, strict=False)) and self._draws_show(h_BNE):
-            raise SeamError(
-                f"{self.name} draws random numbers for the whole call and not for each token (as an adapter that is dropped as a "
-                "whole does), which would be drawn once a chunk; set that dropout to 0"
-            )
-
-    def _draws_show(self, h_BNE: Tensor) -> bool:
-        """Return whether the output depends on what is drawn, but for dropout: PEFT's LoHa draws for a dropout of 0.
-
-        All that is drawn is nearly 0, and then nearly 1, as a rare drop would hardly ever be seen otherwise.
-        """
-        outputs = []
-        with torch.no_grad(), in_eval_mode([module for module in self.modules if isinstance(module, _DropoutNd)]):
-            for value in (1e-6, 1.0 - 1e-6):
-                with _Draws(value) as draws:
-                    outputs.append(self.run(h_BNE, [(0, h_BNE.shape[1])]))
-                if not draws.are_uniform:
-                    return True
-        return not torch.equal(*outputs)
+    def _run_whole(self, h_BNE: Tensor) -> Tensor:
+        return self.run(h_BNE, [(0, h_BNE.shape[1])])
 
     def _check_chunks(self, draw: Callable[[], Tensor], parts: Sequence[Span]) -> bool:
         """Raise where one chunk and several differ, in outputs or gradients; return whether there was something to compare.
@@ -223,7 +178,7 @@ class Trial:
         restored = set(map(id, self.adapters.versionless(modules)))
         read = [*buffers_in(modules), *(p for p in parameters_in(modules) if id(p) not in restored)]
         versions = [tensor._version for tensor in read]
-        whole_BNE = self.run(h_BNE, [(0, h_BNE.shape[1])])
+        whole_BNE = self._run_whole(h_BNE)
         check_leaves(whole_BNE, [h_BNE, *parameters_in(modules)], self.name)
         if [tensor._version for tensor in read] != versions:
             raise SeamError(f"a buffer or parameter of {self.name} is modified in place whenever it is called")
@@ -377,39 +332,3 @@ def _unchanged_buffers(modules: Sequence[nn.Module]) -> Iterator[None]:
             for buffer, version, values in held:
                 if buffer._version != version:
                     buffer.copy_(values)
-
-
-_UNIFORM = torch.ops.aten.rand, torch.ops.aten.rand_like, torch.ops.aten.uniform_
-
-
-class _Draws(TorchDispatchMode):
-    """Notes how many numbers each random operation draws; with a `value`, uniform ones are all that value."""
-
-    def __init__(self, value: float | None = None) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-        self.are_uniform, self._value = True, value
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = function(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in function.tags:
-            first = out[0] if isinstance(out, tuple | list) else out
-            self.sizes.append(first.numel())
-            self.are_uniform &= function.overloadpacket in _UNIFORM
-            if self._value is not None and self.are_uniform:
-                first.fill_(self._value)
-        return out
-
-
-@contextlib.contextmanager
-def in_eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
-    training = [module for module in modules if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -8,7 +8,7 @@ pickle; all of that works.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -82,13 +82,13 @@ def uncut(name: str, value: Any, shapes: Sequence[Sequence[int]]) -> Any:
 
     It passes for one of the value's kind: a layer that computes with tensors, and ignores what is none, must not ignore it.
     """
-    if isinstance(value, Tensor):
-        return torch.empty(value.shape, dtype=value.dtype, device="meta").as_subclass(_uncut(name, tuple(shapes), Tensor))
-    return _uncut(name, tuple(shapes), type(value))()
+    kind: Any = Tensor if isinstance(value, Tensor) else type(value)
+    made = _uncut(name, tuple(shapes), kind)
+    return torch.empty(value.shape, dtype=value.dtype, device="meta").as_subclass(made) if kind is Tensor else made()
 
 
 @functools.lru_cache(maxsize=64)
-def _uncut(name: str, shapes: tuple[Sequence[int], ...], kind: type) -> type[Any]:
+def _uncut(name: str, shapes: tuple[Sequence[int], ...], kind: Hashable) -> type[Any]:
     listed = ", ".join(str(tuple(shape)) for shape in shapes)
     reason = f"its layers read {name} of shape {listed}, and how to cut it into chunks is not known"
     members = {"name": name, "reason": reason, "error": SeamError}
