@@ -348,6 +348,33 @@ def test_one_draw_for_the_whole_call_is_refused(function):
     assert_refused(streamgrad.enable(mixed_model(Function(function)), chunk_size=CHUNK), "1 draws random numbers for the whole")
 
 
+_DRAWS = {
+    "dropout": lambda h, training: torch.nn.functional.dropout(h, 0.3),
+    "bernoulli": lambda h, training: h * torch.bernoulli(torch.full_like(h, 0.7)),
+    "rand": lambda h, training: h * (torch.rand(h.shape, dtype=h.dtype) > 0.3),
+    "jitter": lambda h, training: h * torch.empty_like(h).uniform_(0.9, 1.1),
+    "noise": lambda h, training: h + 0.1 * torch.randn_like(h),
+    "gumbel": lambda h, training: h - 0.1 * torch.empty_like(h).exponential_().log(),
+    "unknown": lambda h, training: torch.nn.functional.rrelu(h, training=training),
+}
+
+
+@pytest.mark.parametrize("name", _DRAWS)
+def test_draws_do_not_hide_what_mixes_tokens_in_training_alone(name):
+    class Centred(nn.Module):
+        mixes = True
+
+        def forward(self, h: Tensor) -> Tensor:
+            mean = h.mean(1, keepdim=True) if self.training and self.mixes else 0.0
+            return _DRAWS[name](h, self.training) - mean
+
+    if name != "unknown":  # which is tried in eval mode
+        assert_refused(streamgrad.enable(mixed_model(Centred()), chunk_size=CHUNK), "1 mixes tokens outside of attention")
+    Centred.mixes = False
+    model = streamgrad.enable(mixed_model(Centred()), chunk_size=CHUNK)
+    assert torch.isfinite(run_step(model, batches.plain(model)).loss)
+
+
 def test_loha_that_is_dropped_as_a_whole_is_refused():
     from peft import LoHaConfig, get_peft_model
 

@@ -27,17 +27,20 @@ Run = Callable[[Tensor], Tensor]
 def without_draws(
     modules: Sequence[nn.Module], name: str, run: Run, draw: Callable[[], Tensor], devices: Sequence[torch.device]
 ) -> Iterator[None]:
-    """Let the layer with these modules draw nothing within the block, after checking what it draws; raise `SeamError`.
+    """Let the layer with these modules draw nothing at random within the block, after checking what it draws.
 
-    Draws would differ from chunk to chunk. Dropout alone is left out if that is enough, so that the rest stays in training mode.
-    `draw` returns tokens to run on.
+    Draws would differ from chunk to chunk. All else stays as in training: a layer may mix tokens there alone. Modules of dropout
+    pass their input on, and of other draws the same is drawn for all tokens, as far as that is possible. `draw` returns tokens to
+    run on.
     """
     with contextlib.ExitStack() as silent:
-        for some in (_dropouts(modules), modules):
-            if not _has_draws(name, run, draw(), devices):
-                break
+        if _has_draws(name, run, draw(), devices):
             _check(modules, name, run, draw())
-            silent.enter_context(_in_eval_mode(some))
+            silent.enter_context(_in_eval_mode(_dropouts(modules)))
+            if _has_draws(name, run, draw(), devices):
+                drawn = _check(modules, name, run, draw())
+                are_known = drawn and drawn <= _CONSTANT.keys()
+                silent.enter_context(_Constant() if are_known else _in_eval_mode(modules))
         yield
 
 
@@ -52,10 +55,9 @@ def _has_draws(name: str, run: Run, h_BNE: Tensor, devices: Sequence[torch.devic
     return tape.has_draws
 
 
-def _check(modules: Sequence[nn.Module], name: str, run: Run, h_BNE: Tensor) -> None:
-    """Raise where as many numbers are drawn for fewer tokens, and the output depends on them."""
-    tokens = h_BNE.shape[1]
-    found = []
+def _check(modules: Sequence[nn.Module], name: str, run: Run, h_BNE: Tensor) -> set[Any]:
+    """Raise where as many numbers are drawn for fewer tokens, and the output depends on them; return the operators that draw."""
+    tokens, found = h_BNE.shape[1], []
     for length in (tokens, tokens // 2, tokens // 2 - 1 or 1):
         with torch.no_grad(), _Draws() as draws:
             run(h_BNE[:, :length])
@@ -65,6 +67,7 @@ def _check(modules: Sequence[nn.Module], name: str, run: Run, h_BNE: Tensor) -> 
             f"{name} draws random numbers for the whole call and not for each token (as an adapter that is dropped as a "
             "whole does), which would be drawn once a chunk; set that dropout to 0"
         )
+    return draws.operators
 
 
 def _draws_show(modules: Sequence[nn.Module], run: Run, h_BNE: Tensor) -> bool:
@@ -82,7 +85,18 @@ def _draws_show(modules: Sequence[nn.Module], run: Run, h_BNE: Tensor) -> bool:
     return not torch.equal(*outputs)
 
 
-_UNIFORM = torch.ops.aten.rand, torch.ops.aten.rand_like, torch.ops.aten.uniform_
+_ATEN = torch.ops.aten
+_UNIFORM = _ATEN.rand, _ATEN.rand_like, _ATEN.uniform_
+# What is drawn of each kind in place of random numbers: a mean, a factor that drops nothing, noise that shows.
+_CONSTANT: dict[Any, float] = dict.fromkeys(_UNIFORM, 0.5) | {
+    _ATEN.bernoulli: 1.0,
+    _ATEN.bernoulli_: 1.0,
+    _ATEN.native_dropout: 1.0,
+    _ATEN.randn: 0.5,
+    _ATEN.randn_like: 0.5,
+    _ATEN.normal_: 0.5,
+    _ATEN.exponential_: 0.5,
+}
 
 
 class _Draws(TorchDispatchMode):
@@ -91,6 +105,7 @@ class _Draws(TorchDispatchMode):
     def __init__(self, value: float | None = None) -> None:
         super().__init__()
         self.sizes: list[int] = []
+        self.operators: set[Any] = set()
         self.are_uniform, self._value = True, value
 
     def __torch_dispatch__(
@@ -100,9 +115,33 @@ class _Draws(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in function.tags:
             first = out[0] if isinstance(out, tuple | list) else out
             self.sizes.append(first.numel())
+            self.operators.add(function.overloadpacket)
             self.are_uniform &= function.overloadpacket in _UNIFORM
             if self._value is not None and self.are_uniform:
                 first.fill_(self._value)
+        return out
+
+
+class _Constant(TorchDispatchMode):
+    """Draws the same number for all elements, where only operators draw that are in `_CONSTANT`."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded not in function.tags:
+            return out
+        operator = function.overloadpacket
+        if operator is _ATEN.native_dropout:
+            dropped, kept = out
+            if args[1] < 1:
+                dropped.copy_(args[0] / (1 - args[1]))
+                kept.fill_(True)
+        elif operator is _ATEN.uniform_:
+            low, high = args[1] if len(args) > 1 else 0.0, args[2] if len(args) > 2 else 1.0
+            out.fill_(low + _CONSTANT[operator] * (high - low))
+        else:
+            out.fill_(_CONSTANT[operator])
         return out
 
 
