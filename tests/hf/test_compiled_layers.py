@@ -148,3 +148,22 @@ def test_a_hook_of_a_later_step_is_seen(path, graphs):
     handle.remove()
     assert_same_step(run_step(model, batch), plain, 1e-6)
     assert len(graphs) <= 3
+
+
+@compiling
+@pytest.mark.parametrize("path", ["mlp", "self_attn", "input_layernorm"])
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 5}, {"chunk_size": 64, "keep": "input"}], ids=str)
+def test_modules_inside_of_layers_that_the_user_has_compiled(path, options):
+    """Their graphs give memory away in backward, so one runs backward once; and dynamo may not look into what streams."""
+
+    def model():
+        found = tiny_model("llama")
+        for layer in found.model.layers:
+            layer.get_submodule(path).compile(backend="aot_eager")
+        return found
+
+    torch._dynamo.reset()
+    stock, streamed = model(), streamgrad.enable(model(), **options)
+    for length in (24, 17):
+        batch = labelled(length)
+        assert_same_step(run_step(streamed, batch), run_step(stock, batch), 1e-6)  # stock losses are made in float32

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from streamgrad.engine.contents import contents_of
 from streamgrad.engine.grad_accumulator import stand_in, swapped_parameters
 from streamgrad.engine.guards import AdapterFacts, check_leaves
-from streamgrad.engine.kept_graphs import keeping, keeps_a_graph
+from streamgrad.engine.kept_graphs import keeping, keeps_a_graph, nodes_from
 from streamgrad.engine.kv_chunk import Chunk, SeamError
 from streamgrad.engine.linear_maps import nobody_watches
 from streamgrad.engine.module_walk import buffers_in, modules_of, parameters_in
@@ -178,37 +178,29 @@ class Trial:
         restored = set(map(id, self.adapters.versionless(modules)))
         read = [*buffers_in(modules), *(p for p in parameters_in(modules) if id(p) not in restored)]
         versions = [tensor._version for tensor in read]
-        whole_BNE = self._run_whole(h_BNE)
-        check_leaves(whole_BNE, [h_BNE, *parameters_in(modules)], self.name)
+        whole = _Output(self._run_whole, h_BNE)
+        check_leaves(whole.values_BNE, [h_BNE, *parameters_in(modules)], self.name)
         if [tensor._version for tensor in read] != versions:
             raise SeamError(f"a buffer or parameter of {self.name} is modified in place whenever it is called")
-        if not whole_BNE.isfinite().all():
+        if not whole.values_BNE.isfinite().all():
             return None
-        inputs = [h_BNE, *_worth_comparing(modules)] if whole_BNE.requires_grad else []
-        expected = self._gradients(whole_BNE, inputs)
-        self._check_injected(whole_BNE, inputs)
+        inputs = [h_BNE, *_worth_comparing(modules)] if whole.values_BNE.requires_grad else []
+        dout_BNE = _dout_of(whole.values_BNE)
+        expected = whole.gradients(inputs, dout_BNE)
+        self._check_injected(whole, inputs)
         if expected and expected[0] is not None and not self.mixes_by_states:
-            self._check_jacobian(h_BNE, whole_BNE, expected[0])
-        whole_BNE = whole_BNE.detach()  # whose graph is no longer needed
-        parts_BNE = self.run(h_BNE, parts)
+            self._check_jacobian(whole, dout_BNE, expected[0])
+        whole_BNE = whole.values_BNE.detach()
+        del whole  # whose graph is no longer needed
+        cut = _Output(lambda h_BNE: self.run(h_BNE, parts), h_BNE)
         before = h_BNE if whole_BNE.shape == h_BNE.shape else 0.0  # a head makes logits of hidden states
         # So that NaN differs: every comparison with it is false.
-        differs_BN = ~(_token_difference(parts_BNE, whole_BNE, before) <= self._largest_rounding(whole_BNE))
-        return differs_BN, self._differ(self._gradients(parts_BNE, inputs), expected, _precision(h_BNE))
+        differs_BN = ~(_token_difference(cut.values_BNE, whole_BNE, before) <= self._largest_rounding(whole_BNE))
+        return differs_BN, self._differ(cut.gradients(inputs, dout_BNE), expected, _precision(h_BNE))
 
-    def _gradients(self, out_BNE: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the gradients of `inputs` for the same random gradient of every output of this shape."""
-        if not inputs:
-            return []
-        # Not by `_dout_of` itself: where this is the first backward of a process and begins with a product, cuBLAS warns.
-        product = (out_BNE * _dout_of(out_BNE)).sum()
-        return list(torch.autograd.grad(product, inputs, retain_graph=True, allow_unused=True))
-
-    def _check_injected(self, out_BNE: Tensor, inputs: Sequence[Tensor]) -> None:
+    def _check_injected(self, out: _Output, inputs: Sequence[Tensor]) -> None:
         """Raise where gradients come out although none goes in, as of a penalty that is added in backward: once a chunk."""
-        if not inputs:
-            return
-        made = torch.autograd.grad((out_BNE * torch.zeros_like(out_BNE)).sum(), inputs, retain_graph=True, allow_unused=True)
+        made = out.gradients(inputs, torch.zeros_like(out.values_BNE))
         if any(gradient is not None and gradient.nan_to_num(0.0, 0.0, 0.0).any() for gradient in made):
             raise SeamError(
                 f"{self.name} makes gradients of its own in backward, whatever the loss's are, as of an auxiliary loss that is "
@@ -231,14 +223,15 @@ class Trial:
             for ours, theirs in pairs
         )
 
-    def _check_jacobian(self, h_BNE: Tensor, out_BNE: Tensor, of_all_BNE: Tensor) -> None:
+    def _check_jacobian(self, out: _Output, dout_BNE: Tensor, of_all_BNE: Tensor) -> None:
         """Raise where a token's output has a derivative by another token; `of_all_BNE` is the input's gradient."""
 
         def gradient(dout_BNE: Tensor) -> Tensor:
-            return torch.autograd.grad(out_BNE, h_BNE, dout_BNE, retain_graph=True)[0]
+            (found_BNE,) = out.gradients([out.h_BNE], dout_BNE)
+            assert found_BNE is not None
+            return found_BNE
 
-        dout_BNE = _dout_of(out_BNE)
-        chosen_N = torch.rand(h_BNE.shape[1], generator=torch.Generator(device="cpu").manual_seed(2), device="cpu") < 0.5
+        chosen_N = torch.rand(dout_BNE.shape[1], generator=torch.Generator(device="cpu").manual_seed(2), device="cpu") < 0.5
         chosen_N[0], chosen_N[-1] = True, False
         some_BNE = dout_BNE.clone()
         some_BNE[:, ~chosen_N] = 0
@@ -261,6 +254,27 @@ class Trial:
     def _rounding(self, precision: str) -> float:
         """Return the largest relative difference that counts as rounding; scans over states sum in another order in chunks."""
         return {"16 bits": 0.02, "32 bits": 2e-3, "64 bits": 1e-4 if self.mixes_by_states else 1e-6}[precision]
+
+
+class _Output:
+    """The layer's output for `h_BNE`, and gradients through it, as often as is asked for.
+
+    A graph of torch.compile runs backward once, so the layer runs again for each further time.
+    """
+
+    def __init__(self, run: Callable[[Tensor], Tensor], h_BNE: Tensor) -> None:
+        self.values_BNE, self.h_BNE, self._run, self._is_spent = run(h_BNE), h_BNE, run, False
+        self._runs_once = any("CompiledFunction" in type(node).__name__ for node in nodes_from(self.values_BNE.grad_fn))
+
+    def gradients(self, inputs: Sequence[Tensor], dout_BNE: Tensor) -> list[Tensor | None]:
+        """Return the gradients of the inputs for this one of the output; None for those that it does not depend on."""
+        if not inputs:
+            return []
+        out_BNE = self._run(self.h_BNE) if self._runs_once and self._is_spent else self.values_BNE
+        self._is_spent = True
+        # Not by `dout_BNE` itself: where this is the first backward of a process and begins with a product, cuBLAS warns.
+        product = (out_BNE * dout_BNE).sum()
+        return list(torch.autograd.grad(product, inputs, retain_graph=not self._runs_once, allow_unused=True))
 
 
 def _dout_of(out_BNE: Tensor) -> Tensor:

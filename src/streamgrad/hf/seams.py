@@ -47,6 +47,7 @@ _LEFT_UNREAD = _CARRIED_BY_THE_MASK | _NOT_ABOUT_ATTENTION
 # --- Attention ------------------------------------------------------------------------------------------------------------
 
 
+@torch.compiler.disable  # for a user who has compiled the attention module
 def stream_attention_forward(
     module: nn.Module,
     query: Tensor,

@@ -14,12 +14,21 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 from torch.autograd import forward_ad
+from torch.autograd.function import FunctionMeta
 
 
-class Function(torch.autograd.Function):
+class _Untraced(FunctionMeta):
+    """The class of `Function`s that torch.compile leaves as they are, as it traces only those of exactly `FunctionMeta`.
+
+    It would trace what they do to sums and streams as well, in modules that a user has compiled.
+    """
+
+
+class Function(torch.autograd.Function, metaclass=_Untraced):
     """torch's `Function`, called a dozen Python calls sooner: what those prepare is for transforms of torch.func alone."""
 
     @classmethod
+    @torch.compiler.disable
     def apply(cls, *args: Any) -> Any:
         caller = torch.autograd.Function if peek_interpreter_stack() is None else Function
         return super(caller, cls).apply(*args)  # type: ignore[misc]
