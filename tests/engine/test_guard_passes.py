@@ -15,6 +15,7 @@ from torch import Tensor
 
 import batches
 import streamgrad
+from faults import Hook
 from streamgrad.engine import guards
 from streamgrad.engine.guards import AdapterFacts, RerunGuard
 from tiny import tiny_model
@@ -120,9 +121,9 @@ def test_a_layer_is_looked_through_twice_in_forward_and_once_in_backward():
 
 def deviating(model, index, batch=None):
     """The loss of a model whose layer `index` will compute something else in backward."""
-    hook = model.model.layers[index].mlp.register_forward_hook(lambda module, args, out: 2.0 * out)
+    hook = Hook(model.model.layers[index].mlp, lambda module, args, out: 2.0 * out, on=True)
     loss = loss_of(model, batch)
-    hook.remove()
+    hook.on = False
     return loss
 
 

@@ -15,6 +15,7 @@ from torch.func import functional_call
 import batches
 import streamgrad
 from families import LAYERS_TAKE_STATES_UP, small_model
+from faults import Hook
 from gradients import assert_same_step, more, no_float32, run_step
 from lora import with_lora
 from streamgrad.hf.patching import InstalledForward
@@ -64,22 +65,17 @@ def test_a_reference_pass_with_disabled_adapters_in_between_is_fine():
         assert_same_step(run_step(model, batch, forward=with_reference), expected, 1e-10)
 
 
-@pytest.mark.parametrize("change", ["eval", "data", "hook", "unfreeze", "assign", "frozen weight in place"])
+@pytest.mark.parametrize("change", ["data", "unfreeze", "assign", "frozen weight in place"])
 def test_changes_of_the_model(change):
     model = tiny_model("gpt_neox", hidden_dropout=0.3)
     layer = model.gpt_neox.layers[0]
     weight = layer.mlp.dense_h_to_4h.weight
     if change in ("unfreeze", "frozen weight in place"):
         weight.requires_grad_(False)
-    hook = layer.mlp.register_forward_hook(lambda module, args, out: 2.0 * out) if change == "hook" else None
     streamgrad.enable(model, **OPTIONS)
     loss = model(**batches.plain(None)).loss
-    if change == "eval":
-        model.eval()
-    elif change == "data":
+    if change == "data":
         weight.data = 3.0 * weight.data
-    elif change == "hook":
-        hook.remove()
     elif change == "unfreeze":
         weight.requires_grad_(True)
     elif change == "assign":
@@ -92,27 +88,26 @@ def test_changes_of_the_model(change):
 
 
 @pytest.mark.parametrize("projection", ["q_proj", "k_proj", "v_proj"])
-def test_a_hook_that_is_gone_where_attention_is_kept(projection):
+def test_a_hook_that_acts_in_forward_alone_where_attention_is_kept(projection):
     """The attention output that was kept is that with the hook, and so is the layer's when it is run again."""
     model = streamgrad.enable(tiny_model("llama"), **OPTIONS, keep="attention")
-    module = getattr(model.model.layers[1].self_attn, projection)
-    hook = module.register_forward_hook(lambda module, args, out: 1.1 * out)
+    hook = Hook(getattr(model.model.layers[1].self_attn, projection), lambda module, args, out: 1.1 * out, on=True)
     loss = model(**batches.plain(None)).loss
-    hook.remove()
+    hook.on = False
     with pytest.raises(RuntimeError, match="LlamaDecoderLayer 1 computed something else"):
         loss.backward()
 
 
-def test_a_hook_on_one_token_that_is_gone():
+def test_a_hook_on_one_token_that_acts_in_forward_alone():
     """Later tokens of the layer do not depend on what its MLP gives for this one."""
 
     def double_second(module, args, out):
         return torch.cat([out[:, :1], 2.0 * out[:, 1:2], out[:, 2:]], dim=1)
 
     model = streamgrad.enable(tiny_model("llama"))
-    hook = model.model.layers[1].mlp.register_forward_hook(double_second)
+    hook = Hook(model.model.layers[1].mlp, double_second, on=True)
     loss = model(**batches.plain(None)).loss
-    hook.remove()
+    hook.on = False
     with pytest.raises(RuntimeError, match="LlamaDecoderLayer 1 computed something else"):
         loss.backward()
 

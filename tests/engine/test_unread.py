@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import batches
 import streamgrad
+from faults import Hook
 from gradients import assert_same_step, no_float32, run_step
 from lora import with_lora
 from streamgrad.engine import unread
@@ -165,16 +166,12 @@ def some_tokens_doubled(module, args, out):
 
 
 @pytest.mark.parametrize("place", ["mlp", "mlp.down_proj", "mlp.up_proj"])
-@pytest.mark.parametrize("when", ["added", "removed"])
-def test_a_hook_in_one_pass_only_is_refused(when, place):
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_hook_that_acts_in_one_pass_only_is_refused(when, place):
     model = warm_model()
-    target = model.model.layers[1].get_submodule(place)
-    handle = target.register_forward_hook(some_tokens_doubled) if when == "removed" else None
+    hook = Hook(model.model.layers[1].get_submodule(place), some_tokens_doubled, on=when == "forward")
     loss = model(**batches.plain(None)).loss
-    if handle is not None:
-        handle.remove()
-    else:
-        target.register_forward_hook(some_tokens_doubled)
+    hook.on = not hook.on
     with pytest.raises(RuntimeError, match="computed something else"):
         loss.backward()
 
@@ -258,12 +255,13 @@ def by_other_features(x: Tensor) -> Tensor:
 def test_a_change_that_keeps_all_norms_is_refused(change, layer):
     """The product's input changes in all tokens but the last, which is compared by itself."""
 
-    def hook(module, args):
+    def changed(module, args):
         return (torch.cat([change(args[0][:, :-1]), args[0][:, -1:]], dim=1),)
 
     model = warm_model()
+    hook = Hook(model.model.layers[layer].mlp.down_proj, changed, before=True)
     loss = model(**batches.plain(None)).loss
-    model.model.layers[layer].mlp.down_proj.register_forward_pre_hook(hook)
+    hook.on = True
     with pytest.raises(RuntimeError, match="computed something else"):
         loss.backward()
 

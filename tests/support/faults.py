@@ -6,7 +6,8 @@ import functools
 import gc
 import inspect
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,15 @@ class FailingAllocation(TorchDispatchMode):
             if self.count == self.fails_at:
                 raise torch.OutOfMemoryError(f"no memory for {func}.")
         return func(*args, **(kwargs or {}))
+
+
+class Hook:
+    """A forward hook, or one before forward, that does something while it is `on`: layers are not told when that changes."""
+
+    def __init__(self, module: nn.Module, hook: Callable[..., Any], *, on: bool = False, before: bool = False) -> None:
+        self.on = on
+        register = module.register_forward_pre_hook if before else module.register_forward_hook
+        register(lambda *args: hook(*args) if self.on else None)
 
 
 def state_of(model: nn.Module) -> tuple:

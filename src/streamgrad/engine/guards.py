@@ -1,8 +1,8 @@
 """Checks that a layer's re-run in backward is the computation whose output went into the loss.
 
-Between forward and backward a program may switch an adapter, call `eval()`, load weights or remove a hook. Gradients of the
-re-run would then belong to another function. Autograd notices such changes for the tensors it saved; a streamed layer saves its
-input only, so what it reads through the module is checked here.
+Between forward and backward a program may switch an adapter, or load weights. Gradients of the re-run would then belong to
+another function. Autograd notices such changes for the tensors it saved; a streamed layer saves its input only, so what it reads
+through the module is checked here, but for what is put back (`engine.switches`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from streamgrad.engine.kept_graphs import leaves_from
 from streamgrad.engine.kv_chunk import SeamError
@@ -58,7 +57,7 @@ class RerunGuard:
         self._held = parameters_in(modules)  # so that no other parameter can have one's id
         self._versions = _versions_of(modules, self._held, adapters)
         self._buffers = [(buffer, buffer._version) for buffer in buffers_in(modules)]
-        self._state = _state_of(modules, adapters)
+        self._state = adapters.state(modules)
         self._noted: list[_Summary] = []
         self._noted_again: dict[int, _Summary] = {}
 
@@ -104,10 +103,10 @@ class RerunGuard:
                 f"a parameter of {self.name} that was frozen in forward is trainable in backward (an adapter was switched, or a "
                 f"layer unfrozen), so gradients would be wrong. {_REMEDY}"
             )
-        if _state_of(modules, self.adapters) != self._state:
+        if self.adapters.state(modules) != self._state:
             raise RuntimeError(
-                f"{self.name} was changed between forward and backward (an adapter was switched or scaled, train/eval mode of a "
-                f"dropout, or a hook on an adapter), so gradients would be wrong. {_REMEDY}"
+                f"{self.name} was changed between forward and backward (an adapter was switched or scaled, or a hook on one), so "
+                f"gradients would be wrong. {_REMEDY}"
             )
 
     def note_again(self, index: int, out_BLE: Tensor, others: Sequence[Tensor] = ()) -> None:
@@ -167,12 +166,6 @@ def _versions_of(modules: Sequence[nn.Module], parameters: Sequence[Tensor], ada
     """Return the version of each parameter, or None where it tells nothing."""
     restored = set(map(id, adapters.versionless(modules)))
     return {id(each): None if id(each) in restored else each._version for each in parameters}
-
-
-def _state_of(modules: Sequence[nn.Module], adapters: AdapterFacts) -> list[Any]:
-    """Return the switches of all modules, which a program may change without changing a parameter."""
-    dropouts = [module.training for module in modules if isinstance(module, _DropoutNd) and module.p > 0.0]
-    return dropouts + adapters.state(modules)
 
 
 # --- what a re-run gave ------------------------------------------------------------------------------------------------
@@ -236,8 +229,8 @@ class _Outcomes:
             value, layer = max(found)
             raise RuntimeError(
                 f"{layer} computed something else when it was run again for backward (relative difference {value:.1e}): an "
-                "adapter, a hook, train/eval mode, weights or a random state of its own changed since forward, or another thread "
-                f"drew from torch's generator in the middle of a chunk, so gradients would be wrong. {_REMEDY}"
+                "adapter, weights, what its code reads elsewhere or a random state of its own changed since forward, or another "
+                f"thread drew from torch's generator in the middle of a chunk, so gradients would be wrong. {_REMEDY}"
             )
 
 

@@ -31,6 +31,7 @@ from streamgrad.engine.replay import Autocast
 from streamgrad.engine.saved import Saved
 from streamgrad.engine.segment import Recomputed
 from streamgrad.engine.shortage import naming_shortage
+from streamgrad.engine.switches import Switches
 from streamgrad.engine.unread import UnreadProducts
 from streamgrad.ops.autograd import first_order_only
 from streamgrad.ops.deferred import forget
@@ -85,6 +86,7 @@ class _StreamedLayer(torch.autograd.Function):
         ctx.guard, ctx.kept = RerunGuard(call.modules, parameters, call.name, call.adapters), _kept(call, h_BTE)
         ctx.h_shape, ctx.h_dtype = h_BTE.shape, h_BTE.dtype
         outputs, stream = run_forward(call, h_BTE, ctx.tape, ctx.tape.recording, ctx.guard, ctx.kept)
+        ctx.switches = Switches(call.modules)
         ctx.autocast.forget_casts()
         is_kept = call.policy.keep == "attention"
         ctx.kept.finish(ctx, call.sharing.kept_keys(h_BTE.shape[1], stream.tensors) if is_kept else ())
@@ -108,7 +110,8 @@ class _StreamedLayer(torch.autograd.Function):
         token_inputs = TokenInputGradients(call.token_inputs, ctx.needs_input_grad[2:])
         unread = UnreadProducts(call.layer, call.tokens_at_once(ctx.h_shape), ctx.autocast.device_type)
         deferred = unread.deferred(modules)
-        with call.in_use.claimed(call.name), accumulators.installed_in(modules), call.surroundings(), deferred:
+        installed = accumulators.installed_in(modules)
+        with call.in_use.claimed(call.name), ctx.switches.restored(), installed, call.surroundings(), deferred:
             with ctx.autocast.restored():
                 stream = restored_stream(call, ctx.tape, reader, ctx.h_shape[1])
             # Where there are several chunks, what starts at parameters is watched before the first step.
@@ -161,7 +164,7 @@ class _StreamedLayer(torch.autograd.Function):
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             # A program may hold on to its last loss, and through it to this node.
             ctx.kept.release()
-            ctx.call = ctx.guard = None
+            ctx.call = ctx.guard = ctx.switches = None
         gradients = accumulators.take_gradients()
         beside = made_in_forward(parameters, gradients, modules)
         if beside is not None:
@@ -202,7 +205,7 @@ class TokenInputGradients:
 def _run_again(node: Any, h_BTE: Tensor, kept: Saved | None) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the hidden states, and keys and values, that a node's layer gave in forward; `kept` is told of each chunk."""
     call: StreamedCall = node.call
-    with call.in_use.claimed(call.name), node.autocast.restored():
+    with call.in_use.claimed(call.name), node.switches.restored(), node.autocast.restored():
         node.guard.check_unchanged(modules_of(call.layer))
         check_versions(call.token_inputs, node.versions, call.name)
         outputs, stream = run_forward(call, h_BTE, node.tape, node.tape.replaying, None, kept)

@@ -1,0 +1,93 @@
+"""Puts the switches of a layer's modules back, while it runs again for backward, to what they were when it ran forward.
+
+Switches are hooks, and attributes that hold a number, a text, True, False or None. A program may select an adapter by them, stop
+or reverse gradients, or call `eval()`, for one forward of several. Autograd has bound all of that in forward. Outputs could not
+tell: what changes gradients need not change what a layer gives.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import nn
+
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+_ABOUT_HOOKS = "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"
+_ABSENT = object()
+
+
+class _Change(NamedTuple):
+    """An attribute that has another value than it had."""
+
+    attributes: dict[str, Any]
+    name: str
+    then: Any
+    now: Any
+
+    def undo(self) -> None:
+        _set(self.attributes, self.name, self.then)
+
+    def redo(self) -> None:
+        """Set the present value, or what code has made of it since `undo`: a count goes on, a new value stays."""
+        last = self.attributes.get(self.name, _ABSENT)
+        if last is self.then or last == self.then:
+            _set(self.attributes, self.name, self.now)
+        elif type(last) is type(self.then) is type(self.now) is int:
+            self.attributes[self.name] = self.now + last - self.then
+
+
+class Switches:
+    """The switches that modules have when it is made."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        each = [module.__dict__ for module in modules]
+        self._noted = [(attributes, frozenset(attributes), _plain(attributes), _hooks(attributes)) for attributes in each]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Let the modules have these switches within the block."""
+        changes = [change for noted in self._noted for change in _changes(*noted)]
+        for change in changes:
+            change.undo()
+        try:
+            yield
+        finally:
+            for change in changes:
+                change.redo()
+
+
+def _changes(
+    attributes: dict[str, Any], names: frozenset[str], plain: Mapping[str, Any], hooks: Mapping[str, Any]
+) -> Iterator[_Change]:
+    now = _plain(attributes)
+    if now != plain:
+        for name, value in plain.items():
+            if now.get(name, _ABSENT) != value:
+                yield _Change(attributes, name, value, attributes.get(name, _ABSENT))
+        for name in now.keys() - names:
+            yield _Change(attributes, name, _ABSENT, now[name])
+    if _hooks(attributes) != hooks:
+        for name in (*_HOOKS, *_ABOUT_HOOKS):
+            yield _Change(attributes, name, OrderedDict(hooks.get(name, ())), attributes[name])
+
+
+def _plain(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if type(value) in _PLAIN}
+
+
+def _hooks(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies of a module's hooks by kind, nothing if it has none."""
+    if not any(attributes[name] for name in _HOOKS):
+        return {}
+    return {name: attributes[name].copy() for name in (*_HOOKS, *_ABOUT_HOOKS)}
+
+
+def _set(attributes: dict[str, Any], name: str, value: Any) -> None:
+    if value is _ABSENT:
+        attributes.pop(name, None)
+    else:
+        attributes[name] = value
