@@ -138,15 +138,25 @@ class OwnLoss(nn.Module):
 class Clipped(nn.Module):
     """Clips the gradient of its parameter, which would be done once a chunk."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: float = 1e-3) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.scale, self.limit = nn.Parameter(torch.ones(WIDTH)), limit
 
     def forward(self, h: Tensor) -> Tensor:
         scale = self.scale * 1.0
         if scale.requires_grad:
-            scale.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+            scale.register_hook(lambda gradient: gradient.clamp(-self.limit, self.limit))
         return h * scale
+
+
+class Limited(nn.Module):
+    """Limits the norm of the gradient of all tokens, if that is large, as it is before a loss scaler has found its scale."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = 1.0 * h
+        if h.requires_grad:
+            h.register_hook(lambda gradient: gradient * (1e3 / gradient.norm().clamp(min=1e3)))
+        return h
 
 
 class Keeping(nn.Module):
@@ -165,6 +175,8 @@ MODULES = {
     "a filter that is the identity": Shifted,
     "a loss of its own": OwnLoss,
     "a clipped gradient": Clipped,
+    "a clipped large gradient": lambda: Clipped(1e3),
+    "a limited large gradient": Limited,
     "a loss that is kept": Keeping,
     "MultiheadAttention": SelfAttention,
     "LSTMCell": Cell,

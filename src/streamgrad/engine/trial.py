@@ -47,6 +47,7 @@ RunChunks = Callable[[Tensor, Sequence[Span]], Tensor]
 _MOST_TOKENS = 32
 # Elements of a parameter: of a linear map's weight, and of others.
 _LARGEST_OF_A_SUM, _LARGEST_COMPARED = 1 << 16, 1 << 24
+_LARGE = {torch.float16: 2.0**10}  # by which a gradient is scaled; 2**20 in other precisions
 _DRAWS = {"16 bits": 16, "32 bits": 3, "64 bits": 1}
 # What each layer consisted of when a trial passed; a reference without adapters and a policy with them take turns in one layer.
 _PASSED: weakref.WeakKeyDictionary[nn.Module, list[Hashable]] = weakref.WeakKeyDictionary()
@@ -185,18 +186,24 @@ class Trial:
         if not whole.values_BNE.isfinite().all():
             return None
         inputs = [h_BNE, *_worth_comparing(modules)] if whole.values_BNE.requires_grad else []
-        dout_BNE = _dout_of(whole.values_BNE)
-        expected = whole.gradients(inputs, dout_BNE)
         self._check_injected(whole, inputs)
-        if expected and expected[0] is not None and not self.mixes_by_states:
-            self._check_jacobian(whole, dout_BNE, expected[0])
+        # A large one too: a limit on the gradient of all tokens may act on that alone.
+        dout_BNE, scale = _dout_of(whole.values_BNE), _LARGE.get(whole.values_BNE.dtype, 2.0**20)
+        douts_BNE = dout_BNE, scale * dout_BNE
+        expected = [whole.gradients(inputs, each_BNE) for each_BNE in douts_BNE]
+        if inputs and expected[0][0] is not None and not self.mixes_by_states:
+            for each_BNE, (of_all_BNE, *_) in zip(douts_BNE, expected, strict=True):
+                self._check_jacobian(whole, each_BNE, of_all_BNE)
+            if self.is_scaled_later:
+                self._check_proportional(expected[0][0], expected[1][0], scale)
         whole_BNE = whole.values_BNE.detach()
         del whole  # whose graph is no longer needed
         cut = _Output(lambda h_BNE: self.run(h_BNE, parts), h_BNE)
         before = h_BNE if whole_BNE.shape == h_BNE.shape else 0.0  # a head makes logits of hidden states
         # So that NaN differs: every comparison with it is false.
         differs_BN = ~(_token_difference(cut.values_BNE, whole_BNE, before) <= self._largest_rounding(whole_BNE))
-        return differs_BN, self._differ(cut.gradients(inputs, dout_BNE), expected, _precision(h_BNE))
+        in_parts = [cut.gradients(inputs, each_BNE) for each_BNE in douts_BNE]
+        return differs_BN, any(self._differ(*pair, _precision(h_BNE)) for pair in zip(in_parts, expected, strict=True))
 
     def _check_injected(self, out: _Output, inputs: Sequence[Tensor]) -> None:
         """Raise where gradients come out although none goes in, as of a penalty that is added in backward: once a chunk."""
@@ -223,21 +230,17 @@ class Trial:
             for ours, theirs in pairs
         )
 
-    def _check_jacobian(self, out: _Output, dout_BNE: Tensor, of_all_BNE: Tensor) -> None:
+    def _check_jacobian(self, out: _Output, dout_BNE: Tensor, of_all_BNE: Tensor | None) -> None:
         """Raise where a token's output has a derivative by another token; `of_all_BNE` is the input's gradient."""
-
-        def gradient(dout_BNE: Tensor) -> Tensor:
-            (found_BNE,) = out.gradients([out.h_BNE], dout_BNE)
-            assert found_BNE is not None
-            return found_BNE
+        if of_all_BNE is None or not of_all_BNE.isfinite().all():
+            return
 
         chosen_N = torch.rand(dout_BNE.shape[1], generator=torch.Generator(device="cpu").manual_seed(2), device="cpu") < 0.5
         chosen_N[0], chosen_N[-1] = True, False
         some_BNE = dout_BNE.clone()
         some_BNE[:, ~chosen_N] = 0
-        of_some_BNE = gradient(some_BNE)
-        if not of_all_BNE.isfinite().all():
-            return
+        (of_some_BNE,) = out.gradients([out.h_BNE], some_BNE)
+        assert of_some_BNE is not None, "it was there for all tokens"
         if of_some_BNE[:, ~chosen_N].any():
             raise SeamError(
                 f"{self.name} mixes tokens outside of attention: its outputs have derivatives by the inputs of other tokens"
@@ -245,7 +248,10 @@ class Trial:
         allowed = self._largest_rounding(of_all_BNE)
         if (_token_difference(of_some_BNE[:, chosen_N], of_all_BNE[:, chosen_N], 0.0) > allowed).any():
             raise SeamError(f"{self.name} mixes tokens in backward: a token's gradient depends on the gradients of others")
-        if self.is_scaled_later and (_token_difference(gradient(1024 * dout_BNE) / 1024, of_all_BNE, 0.0) > allowed).any():
+
+    def _check_proportional(self, small_BNE: Tensor, large_BNE: Tensor | None, scale: float) -> None:
+        """Raise where the input's gradient for `scale` times the output's is not as many times larger."""
+        if large_BNE is None or (_token_difference(large_BNE / scale, small_BNE, 0.0) > self._largest_rounding(small_BNE)).any():
             raise SeamError(f"{self.name} has a gradient that is not proportional to the loss's own (a hook, or code that clips)")
 
     def _largest_rounding(self, tensor: Tensor) -> float:
