@@ -299,6 +299,31 @@ def test_a_mixer_that_comes_later_is_refused(keep):
         assert_refused(model)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_the_first_step_may_be_one_in_inference_mode(family):
+    """It compares outputs, and says nothing of gradients."""
+    model = tiny_model(family)
+    batch = batches.plain(model)
+    with no_float32():
+        expected = run_step(model, batch)
+        with torch.inference_mode():
+            logits = model(**batch, use_cache=False).logits
+        streamgrad.enable(model, chunk_size=CHUNK)
+        with torch.inference_mode():
+            torch.testing.assert_close(model(**batch, use_cache=False).logits, logits)
+        assert_same_step(run_step(model, batch), expected, 1e-10)
+
+
+def test_what_mixes_tokens_in_backward_alone_is_refused_after_a_step_in_inference_mode():
+    model = streamgrad.enable(mixed_model(Function(_normalised_in_backward)), chunk_size=CHUNK)
+    with torch.inference_mode():
+        model(input_ids=batches.plain(model)["input_ids"], use_cache=False)
+    assert_refused(model)
+    outputs = streamgrad.enable(mixed_model(Function(FUNCTIONS["sorted"])), chunk_size=CHUNK)
+    with torch.inference_mode(), pytest.raises(ValueError, match="LlamaDecoderLayer 1"):
+        outputs(input_ids=batches.plain(outputs)["input_ids"], use_cache=False)
+
+
 def test_a_mixer_in_place_of_a_forward_that_passed_is_refused():
     """Python gives the memory of a method that is gone, and with it its id, to the next one."""
     model = streamgrad.enable(tiny_model("llama"), chunk_size=CHUNK)
