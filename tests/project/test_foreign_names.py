@@ -66,8 +66,8 @@ PRIVATE = {
     """,
     "torch.utils": "_python_dispatch _pytree",
     "a module": """
-        _backward_hooks _backward_pre_hooks _buffers _call_impl _compiled_call_impl _forward_hooks _forward_pre_hooks _modules
-        _parameters
+        _backward_hooks _backward_pre_hooks _buffers _call_impl _compiled_call_impl _forward_hooks _forward_hooks_always_called
+        _forward_hooks_with_kwargs _forward_pre_hooks _forward_pre_hooks_with_kwargs _modules _parameters
     """,
     "torch/_dynamo/eval_frame.py": "_orig_mod",
     "a configuration": "_attn_implementation _attn_implementation_internal",

@@ -28,6 +28,7 @@ from streamgrad.attention.streamed import streamed_attention
 from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, SeamError
 from streamgrad.engine.replay import as_autocast
 from streamgrad.hf.unusable import Unusable
+from streamgrad.ops.autograd import untraced
 
 IMPLEMENTATION = "streamgrad"
 
@@ -47,7 +48,7 @@ _LEFT_UNREAD = _CARRIED_BY_THE_MASK | _NOT_ABOUT_ATTENTION
 # --- Attention ------------------------------------------------------------------------------------------------------------
 
 
-@torch.compiler.disable  # for a user who has compiled the attention module
+@untraced  # for a user who has compiled the attention module
 def stream_attention_forward(
     module: nn.Module,
     query: Tensor,

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor, peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.autograd.function import FunctionMeta
+from torch.compiler import is_dynamo_compiling
 
 
 class _Untraced(FunctionMeta):
@@ -28,10 +29,26 @@ class Function(torch.autograd.Function, metaclass=_Untraced):
     """torch's `Function`, called a dozen Python calls sooner: what those prepare is for transforms of torch.func alone."""
 
     @classmethod
-    @torch.compiler.disable
     def apply(cls, *args: Any) -> Any:
+        if is_dynamo_compiling():
+            return _outside_of_graphs(super().apply, *args)
         caller = torch.autograd.Function if peek_interpreter_stack() is None else Function
         return super(caller, cls).apply(*args)  # type: ignore[misc]
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function that torch.compile shall not trace; `torch.compiler.disable`, in two calls of Python and not in nine."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return _outside_of_graphs(function, *args, **kwargs) if is_dynamo_compiling() else function(*args, **kwargs)
+
+    return called
+
+
+@torch.compiler.disable
+def _outside_of_graphs(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
 
 
 def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
