@@ -139,3 +139,23 @@ def test_no_token_to_predict_gives_zero_gradients_whatever_the_divisor(head, div
     expected = run_step(model, batch)
     assert not any(gradient.any() for gradient in expected.gradients.values() if gradient is not None)
     assert_same_step(run_step(streamgrad.enable(model, **OPTIONS), batch), expected, 1e-10)
+
+
+@pytest.mark.parametrize("head", ["linear", "adapter"])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+def test_a_divisor_with_one_element_has_any_shape(shape, head):
+    model = tiny_model("llama") if head == "linear" else with_lora(tiny_model("llama"), targets=["q_proj", "lm_head"])
+    batch = batches.plain(model) | {"num_items_in_batch": torch.full(shape, 77)}
+    with no_float32():
+        expected = run_step(model, batch)
+        actual = run_step(streamgrad.enable(model, **OPTIONS), batch)
+    assert actual.loss.shape == expected.loss.shape
+    assert_same_step(actual, expected, 1e-10)
+
+
+@pytest.mark.parametrize("change", [lambda out: out + 1, lambda out: 1 - out, lambda out: -out, lambda out: out > 0])
+def test_a_hook_that_computes_with_logits_is_named(change):
+    model = streamgrad.enable(tiny_model("llama"), **OPTIONS)
+    model.lm_head.register_forward_hook(lambda module, args, out: change(out))
+    with pytest.raises(ValueError, match="computes with logits that are never made while streaming"):
+        model(**batches.plain(model))

@@ -99,6 +99,12 @@ class LogitsPlaceholder(dict[str, Any]):
     def __truediv__(self, divisor: Any) -> LogitsPlaceholder:
         return self * (1.0 / divisor)
 
+    def _refused(self, *_: Any) -> Any:
+        raise SeamError("its forward, or a hook, computes with logits that are never made while streaming")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __rtruediv__ = __matmul__ = __pow__ = __neg__ = _refused
+    __lt__ = __le__ = __gt__ = __ge__ = _refused
+
     def tanh(self) -> LogitsPlaceholder:
         if self.logit_map.tanh:
             raise SeamError("its forward applies tanh to the logits twice")
@@ -311,7 +317,8 @@ class _HeadJob:
         if self.is_linear and all(map(is_plain, self.head.parameters())):
             weight, bias = self.weight(), self.head.bias
             hidden_NE = flatten(hidden, weight, self.targets)[0]
-            total, count = summed_cross_entropy(hidden_NE, weight, bias, self.rows, self.logit_map, divisor=items)
+            divisor = items.reshape(()) if isinstance(items, Tensor) else items
+            total, count = summed_cross_entropy(hidden_NE, weight, bias, self.rows, self.logit_map, divisor=divisor)
         else:
             check_head(self.head)
             refuse_cut_head(self.head)
