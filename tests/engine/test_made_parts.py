@@ -105,8 +105,50 @@ def test_what_one_layer_hands_to_the_next_through_a_dict_is_refused(chunk_size):
     first.register_forward_hook(lambda module, args, out: values.update(first=out))
     second.register_forward_hook(lambda module, args, out: out + values["first"])
     streamgrad.enable(model, chunk_size=chunk_size)
-    with pytest.raises((ValueError, RuntimeError), match="LlamaDecoderLayer 0, or a hook in it, keeps a tensor with its graph"):
+    reason = "LlamaDecoderLayer 0, or a hook in it, keeps a tensor with its graph|LlamaDecoderLayer 1 reads a trainable tensor"
+    with pytest.raises((ValueError, RuntimeError), match=reason):
         run_step(model, batches.plain(None))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("keep", "chunk_size"), [("input", CHUNK), ("input", 64), ("attention", 64), ("all", 64)])
+@pytest.mark.parametrize("reads_itself", [False, True])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_weight_that_is_made_once_a_step_is_exact_or_refused(place, chunk_size, reads_itself, keep):
+    """Forward makes it, and the run again in backward would take it for a constant."""
+    put, find = PLACES[place]
+    OF_THE_PROGRAM.clear()
+
+    def forward(mlp, linear, hidden):
+        try:
+            weight = find(mlp)
+        except (AttributeError, IndexError):
+            weight = None
+        if weight is None:
+            weight = linear.weight.tanh()
+            put(mlp, weight)
+        out = nn.functional.linear(hidden, weight)
+        return out + linear.weight.sum(dim=1) if reads_itself else out
+
+    def making():
+        model = tiny_model("llama")
+        mlp = model.model.layers[1].mlp
+        mlp.up_proj.forward = partial(forward, mlp, mlp.up_proj)
+        put(mlp, None)
+        return model
+
+    def again(model):
+        put(model.model.layers[1].mlp, None)
+        return run_step(model, batches.plain(None))
+
+    model = streamgrad.enable(making(), chunk_size=chunk_size, keep=keep)
+    if keep == "all":
+        with no_float32():
+            assert_same_step(run_step(model, batches.plain(None)), run_step(making(), batches.plain(None)), 1e-10)
+        return
+    for _ in range(2):
+        with pytest.raises((ValueError, RuntimeError), match="LlamaDecoderLayer 1 reads a trainable tensor"):
+            again(model)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

@@ -15,8 +15,8 @@ Shapes: B batch, T sequence, L chunk or stretch, E model width, H query heads, D
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from streamgrad.engine.call import StreamedCall
 from streamgrad.engine.guards import RerunGuard, Unchanged, check_leaves
+from streamgrad.engine.kept_graphs import is_to_be_watched
 from streamgrad.engine.kv_chunk import Attended, Chunk, KeyValueStream, StopAfterWrite
 from streamgrad.engine.replay import RandomTape
 from streamgrad.engine.saved import Reader, Saved
@@ -31,6 +32,7 @@ from streamgrad.engine.shortage import is_only_process
 from streamgrad.engine.trial import Span, Trial
 from streamgrad.engine.unread import UnreadProducts
 from streamgrad.engine.value_choices import ValueChoices, chose_before, note_choice
+from streamgrad.ops.autograd import own_graph
 from streamgrad.ops.memory_label import labelled, memory_label
 
 logger = logging.getLogger("streamgrad")
@@ -95,20 +97,25 @@ class _ForwardPass:
     kept: Saved | None
     trial: Trial | None  # where there are several chunks
     one_by_one: bool = False  # whether chunks run alone from now on
+    with_graph: bool = False  # whether the first chunk makes a graph, which is dropped
 
     def run(self, spans: Sequence[Span]) -> list[Tensor]:
         """Return hidden states, and what was recorded, of the whole sequence."""
         call, h_BTE, outputs_BT, ran = self.call, self.h_BTE, list[Tensor](), list[int]()
+        is_again, self.with_graph = bool(call.stretch_sizes), self.guard is not None and self._is_new()
         unchanged = Unchanged(call.modules, h_BTE, runs_again=self.kept is not None)
         combined = UnreadProducts(call.layer, call.tokens_at_once(h_BTE.shape), h_BTE.device.type).may_be_left_out
         # The first chunk runs alone, and shows whether chunks have to.
         for planned in stretches(spans, call.stretch_sizes or [1] + [call.chunks_at_once] * len(spans)):
             for stretch, out_BLE, chunk in self._run(planned):
                 chunk.check_finished()
+                if stretch.first == 0 and self.with_graph:
+                    chunk.release()
+                    out_BLE, chunk.recorded = out_BLE.detach(), [tensor.detach() for tensor in chunk.recorded]
                 check_leaves(out_BLE, [], call.name)
                 unchanged.check()
-                if stretch.first == 0 and self.trial is not None:
-                    self.trial(h_BTE)
+                if stretch.first == 0 and self.trial is not None and not is_again:
+                    self.trial(h_BTE, before_backward=self.guard is not None)
                 self._note(stretch, out_BLE, chunk, combined=combined)
                 ran.append(len(stretch.spans))
                 made, start, stop = [out_BLE, *chunk.recorded], chunk.start, chunk.stop
@@ -124,6 +131,15 @@ class _ForwardPass:
                 del out_BLE, chunk, made, part  # before the next chunks run
         call.stretch_sizes = ran
         return outputs_BT
+
+    def _is_new(self) -> bool:
+        """Return whether nobody has seen what the layer keeps. Then its first chunk runs with a graph, as in the stock model.
+
+        A weight that is made once and kept has that graph, and is refused where it is read again: in the trial, or in backward.
+        """
+        if self.trial is None:
+            return is_to_be_watched(self.call.modules)
+        return self.trial.is_due(self.h_BTE, before_backward=True)
 
     def _run(self, stretch: Stretch) -> Iterable[_Ran]:
         """Run the chunks of a stretch together, or one by one where they must be alone. None is held on to here."""
@@ -176,7 +192,8 @@ class _ForwardPass:
         chunk = self.call.chunk((start, stop), self.stream, keep_attention=keep_attention)
         if len(stretch.spans) > 1:
             chunk.ends = [last - start - 1 for _, last in stretch.spans]
-        with self.drawing(stretch.first):
+        graph = _own_graph_made() if self.with_graph and stretch.first == 0 else nullcontext()
+        with self.drawing(stretch.first), graph:
             out_BLE = self.call.run(self.h_BTE[:, start:stop], chunk)
         self.one_by_one |= chunk.holds_scores
         return stretch, out_BLE, chunk
@@ -192,6 +209,12 @@ class _ForwardPass:
             if self.kept is not None:
                 attended = _part(chunk.kept, first - start, last - start) if together else chunk.kept
                 self.kept.note(stretch.first + place, attended)
+
+
+@contextmanager
+def _own_graph_made() -> Iterator[None]:
+    with own_graph(), torch.enable_grad():
+        yield
 
 
 def _part(attended: Attended | None, first: int, last: int) -> Attended | None:

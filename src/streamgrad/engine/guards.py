@@ -298,9 +298,10 @@ def check_leaves(out: Tensor, leaves: Sequence[Tensor], name: str) -> None:
     for variable in leaves_from(out.grad_fn):
         if id(variable) not in allowed:
             raise RuntimeError(
-                f"{name} reads a trainable tensor of shape {tuple(variable.shape)} that is not among its parameters (from a "
-                "hook, or shared from outside of it), and a streamed module cannot return its gradient. Register it as a "
-                "parameter of the module, or call streamgrad.disable(model)."
+                f"{name} reads a trainable tensor of shape {tuple(variable.shape)} that is not among its parameters, or what was "
+                "made of it before this call (by a hook, elsewhere in the model, or in an earlier call, as a weight that is made "
+                "once and kept), and a streamed module cannot return its gradient. Register it as a parameter of the module, "
+                "make what a call reads in that call, or call streamgrad.disable(model)."
             )
 
 

@@ -55,10 +55,7 @@ def keeps_a_graph(run: Callable[[Tensor], Tensor], h: Tensor, modules: Sequence[
     if keeps_on_a_module(out, modules, leaves):
         return True
     del out
-    if graphs.are_held(modules):
-        return True
-    note_watched(modules)
-    return False
+    return graphs.are_held(modules)
 
 
 def keeps_on_a_module(out: Tensor, modules: Sequence[nn.Module], leaves: Sequence[Tensor]) -> bool:
@@ -72,20 +69,6 @@ def keeps_on_a_module(out: Tensor, modules: Sequence[nn.Module], leaves: Sequenc
         if id(leaves[0]) in begun or (tensor.grad_fn not in nodes_from(out.grad_fn) and not begun.isdisjoint(map(id, leaves))):
             return True
     return False
-
-
-def made_in_forward(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None], modules: Sequence[nn.Module]) -> str | None:
-    """Return the attribute that a module may have made of a parameter in forward, without a graph, and read when it ran again.
-
-    That is a tensor beside a trainable parameter that has got no gradient.
-    """
-    without = {id(parameter) for parameter, gradient in zip(parameters, gradients, strict=True) if gradient is None}
-    for module in modules if without else ():
-        if any(id(parameter) in without for parameter in module._parameters.values()):
-            for name, value in module.__dict__.items():
-                if type(value) is Tensor and value.is_floating_point() and not value.requires_grad:
-                    return f"{type(module).__name__}.{name}"
-    return None
 
 
 class Graphs:

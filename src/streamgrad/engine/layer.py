@@ -25,7 +25,7 @@ from streamgrad.engine.call import StreamedCall
 from streamgrad.engine.forward import restored_stream, run_forward
 from streamgrad.engine.grad_accumulator import GradAccumulators
 from streamgrad.engine.guards import RerunGuard, check_leaves, check_versions, gradient_of_input
-from streamgrad.engine.kept_graphs import Graphs, is_to_be_watched, keeping, keeps_on_a_module, made_in_forward, note_watched
+from streamgrad.engine.kept_graphs import Graphs, is_to_be_watched, keeping, keeps_on_a_module, note_watched
 from streamgrad.engine.module_walk import modules_of
 from streamgrad.engine.replay import Autocast
 from streamgrad.engine.saved import Saved
@@ -104,8 +104,7 @@ class _StreamedLayer(torch.autograd.Function):
         guard.check_unchanged(modules)
         check_versions(call.token_inputs, ctx.versions, call.name)
         chunks = list(enumerate(call.spans(ctx.h_shape[1])))
-        name, parameters = call.name, ctx.parameters
-        accumulators = GradAccumulators(parameters, summed=len(chunks) > 1)
+        accumulators = GradAccumulators(ctx.parameters, summed=len(chunks) > 1)
         dh_BTE: Tensor | None = None
         token_inputs = TokenInputGradients(call.token_inputs, ctx.needs_input_grad[2:])
         unread = UnreadProducts(call.layer, call.tokens_at_once(ctx.h_shape), ctx.autocast.device_type)
@@ -165,14 +164,7 @@ class _StreamedLayer(torch.autograd.Function):
             # A program may hold on to its last loss, and through it to this node.
             ctx.kept.release()
             ctx.call = ctx.guard = ctx.switches = None
-        gradients = accumulators.take_gradients()
-        beside = made_in_forward(parameters, gradients, modules)
-        if beside is not None:
-            raise RuntimeError(
-                f"a trainable parameter beside {beside} of {name} has got no gradient. If that tensor is made of the parameter "
-                'in some calls and read in others, make it in every call, or pass keep="all"; else freeze the parameter.'
-            )
-        return None, dh_BTE, *token_inputs.gradients, *gradients
+        return None, dh_BTE, *token_inputs.gradients, *accumulators.take_gradients()
 
 
 class TokenInputGradients:

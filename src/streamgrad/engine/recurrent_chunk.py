@@ -185,7 +185,7 @@ class RecurrentCall(StreamedCall):
                 chunk.check_finished()
                 unchanged.check()
                 if not made:
-                    trial(h_BTE.detach())
+                    trial(h_BTE.detach(), before_backward=True)
                 made.append((out_BLE, *chunk.recorded))
         return tuple(torch.cat(parts, dim=1) for parts in zip(*made, strict=True))
 

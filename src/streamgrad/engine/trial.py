@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from streamgrad.engine.contents import contents_of
 from streamgrad.engine.grad_accumulator import stand_in, swapped_parameters
 from streamgrad.engine.guards import AdapterFacts, check_leaves
-from streamgrad.engine.kept_graphs import keeping, keeps_a_graph, nodes_from
+from streamgrad.engine.kept_graphs import keeping, keeps_a_graph, nodes_from, note_watched
 from streamgrad.engine.kv_chunk import Chunk, SeamError
 from streamgrad.engine.linear_maps import nobody_watches
 from streamgrad.engine.module_walk import buffers_in, modules_of, parameters_in
@@ -96,13 +96,18 @@ class Trial:
     def __post_init__(self) -> None:
         self.contents: Hashable = (self.called_as, contents_of(self.modules, self.adapters))
 
-    def __call__(self, h_BTE: Tensor) -> None:
+    def is_due(self, h_BTE: Tensor, *, before_backward: bool) -> bool:
+        """Return whether none has passed for such a step of the layer, which is called with `h_BTE`."""
+        tokens = min(_MOST_TOKENS, h_BTE.shape[1])
+        if h_BTE.is_meta or tokens < 2 * self.least:
+            return False
+        return (tokens, before_backward, self.contents) not in _PASSED.get(self.modules[0], ())
+
+    def __call__(self, h_BTE: Tensor, *, before_backward: bool) -> None:
         """Raise `SeamError` where the layer, called with `h_BTE`, would give something else in chunks; once for each layer."""
-        layer, tokens = self.modules[0], min(_MOST_TOKENS, h_BTE.shape[1])
-        without_graphs = torch.is_inference_mode_enabled()  # in which outputs alone are compared
-        contents = tokens, without_graphs, self.contents
-        if h_BTE.is_meta or tokens < 2 * self.least or contents in _PASSED.get(layer, ()):
+        if not self.is_due(h_BTE, before_backward=before_backward):
             return
+        layer, tokens = self.modules[0], min(_MOST_TOKENS, h_BTE.shape[1])
         modules = self.modules = modules_of(layer)  # the first chunk has run, and may have made some of them
         devices = [device for device in {h_BTE.device, *(p.device for p in parameters_in(modules))} if device.type == "cuda"]
         autocast, generator = Autocast(h_BTE.device.type), torch.Generator(device="cpu").manual_seed(0)
@@ -130,7 +135,8 @@ class Trial:
             _unchanged_buffers(modules),
         ):
             try:
-                if not without_graphs and keeps_a_graph(self._run_whole, draw().requires_grad_(), modules):
+                # In inference mode, outputs alone are compared.
+                if not torch.is_inference_mode_enabled() and keeps_a_graph(self._run_whole, draw().requires_grad_(), modules):
                     raise SeamError(keeping(self.name))
                 with without_draws(modules, self.name, self._run_whole, draw, devices):
                     parts = _cut(tokens, self.least)
@@ -139,7 +145,9 @@ class Trial:
             finally:
                 autocast.forget_casts()
         if passed:
-            _PASSED[layer] = [*_PASSED.get(layer, ())[-7:], contents]
+            _PASSED[layer] = [*_PASSED.get(layer, ())[-7:], (tokens, before_backward, self.contents)]
+            if before_backward:
+                note_watched(modules)
 
     def _run_whole(self, h_BNE: Tensor) -> Tensor:
         return self.run(h_BNE, [(0, h_BNE.shape[1])])

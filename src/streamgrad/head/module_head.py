@@ -37,7 +37,8 @@ def summed_module_cross_entropy(
     refuse_transforms("the streamed head")
     parameters = trainable_parameters(module)
     name = f"its language-modelling head, a {type(module).__name__},"
-    Trial(modules_of(module), name, _in_parts(run), NO_ADAPTERS, identity(run), is_scaled_later=True)(hidden_NE.unsqueeze(0))
+    trial = Trial(modules_of(module), name, _in_parts(run), NO_ADAPTERS, identity(run), is_scaled_later=True)
+    trial(hidden_NE.unsqueeze(0), before_backward=torch.is_grad_enabled())
     if not torch.is_grad_enabled() or not (hidden_NE.requires_grad or parameters):
         with torch.no_grad():
             return _total(module, run, hidden_NE, rows, logit_map), rows.count
