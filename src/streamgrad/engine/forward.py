@@ -192,7 +192,7 @@ class _ForwardPass:
         chunk = self.call.chunk((start, stop), self.stream, keep_attention=keep_attention)
         if len(stretch.spans) > 1:
             chunk.ends = [last - start - 1 for _, last in stretch.spans]
-        graph = _own_graph_made() if self.with_graph and stretch.first == 0 else nullcontext()
+        graph = _dropped_graph() if self.with_graph and stretch.first == 0 else nullcontext()
         with self.drawing(stretch.first), graph:
             out_BLE = self.call.run(self.h_BTE[:, start:stop], chunk)
         self.one_by_one |= chunk.holds_scores
@@ -212,7 +212,8 @@ class _ForwardPass:
 
 
 @contextmanager
-def _own_graph_made() -> Iterator[None]:
+def _dropped_graph() -> Iterator[None]:
+    """Let a graph be made within the block that the program's hooks do not see."""
     with own_graph(), torch.enable_grad():
         yield
 
