@@ -78,7 +78,7 @@ def test_a_loss_that_is_kept_is_exact_or_refused_in_one_chunk(place, keep):
     model, batch = streamgrad.enable(keeping(), keep=keep, chunk_size=64), batches.plain(None)
     if keep != "all":
         for _ in range(2):
-            with pytest.raises(RuntimeError, match="LlamaDecoderLayer 1, or a hook in it, keeps a tensor with its graph"):
+            with pytest.raises(ValueError, match="LlamaDecoderLayer 1, or a hook in it, keeps a tensor with its graph"):
                 loss_of(model, batch).backward()
         assert all(parameter.grad is None for parameter in model.parameters())
     else:
@@ -149,6 +149,65 @@ def test_a_weight_that_is_made_once_a_step_is_exact_or_refused(place, chunk_size
     for _ in range(2):
         with pytest.raises((ValueError, RuntimeError), match="LlamaDecoderLayer 1 reads a trainable tensor"):
             again(model)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Gated(nn.Module):
+    """Passes on a part of what a module gives; a loss of the program makes that part small."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.logits = module, nn.Parameter(torch.linspace(-1, 1, 24))
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.gates = [self.logits.sigmoid()]
+        self.strength = self.logits.exp()
+        return self.module(h) * self.gates[0] * self.strength
+
+
+OPTIONS = [{"chunk_size": CHUNK}, {"chunk_size": CHUNK, "keep": "attention"}, {"chunk_size": 64, "keep": "input"}]
+
+
+@pytest.mark.parametrize("after_backward", [False, True])
+@pytest.mark.parametrize("options", [*OPTIONS, {"chunk_size": CHUNK, "recompute_layers": 2}, {"keep": "all"}], ids=str)
+def test_a_weight_that_every_call_leaves_on_a_module_may_be_part_of_a_loss(options, after_backward):
+    def gated():
+        model = tiny_model("llama")
+        for layer in model.model.layers:
+            layer.mlp = Gated(layer.mlp).double()
+        return model
+
+    def loss_of(model, batch):
+        def penalty():
+            return sum(0.1 * layer.mlp.gates[0].sum() + layer.mlp.strength.mean() for layer in model.model.layers)
+
+        loss = model(**batch).loss
+        if not after_backward:
+            return loss + penalty()
+        loss.backward(retain_graph=True)
+        return penalty()
+
+    stock, streamed = gated(), streamgrad.enable(gated(), **options)
+    with no_float32():
+        for length in (23, 5, 40):
+            batch = {"input_ids": tokens(2, length), "labels": tokens(2, length)}
+            expected = run_step(stock, batch, forward=loss_of)
+            assert_same_step(run_step(streamed, batch, forward=loss_of), expected, 1e-10)
+            with torch.no_grad():
+                streamed(**batch, use_cache=False)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_what_the_first_call_alone_keeps_is_refused(options, is_removed):
+    """As a hook does that keeps one activation of each layer, be it gone in backward."""
+    model, kept = streamgrad.enable(tiny_model("llama"), **options), {}
+    hook = model.model.layers[1].mlp.register_forward_hook(lambda mlp, args, out: None if "mlp" in kept else kept.update(mlp=out))
+    with pytest.raises(ValueError, match="LlamaDecoderLayer 1, or a hook in it, keeps a tensor with its graph"):
+        loss = model(**batches.plain(None)).loss
+        if is_removed:
+            hook.remove()
+        (loss + kept["mlp"].mean()).backward()
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -241,7 +300,7 @@ def test_a_hook_that_comes_later_is_looked_at():
         run_step(model, batches.plain(None))
     assert calls == [batches.LENGTH] * 4  # no run but forward and backward
     hook = mlp.register_forward_hook(lambda mlp, args, out: kept.append(out))
-    with pytest.raises(RuntimeError, match="LlamaDecoderLayer 1, or a hook in it, keeps a tensor with its graph"):
+    with pytest.raises(ValueError, match="LlamaDecoderLayer 1, or a hook in it, keeps a tensor with its graph"):
         run_step(model, batches.plain(None))
     hook.remove()
     run_step(model, batches.plain(None))

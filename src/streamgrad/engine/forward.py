@@ -15,14 +15,15 @@ Shapes: B batch, T sequence, L chunk or stretch, E model width, H query heads, D
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from streamgrad.engine.call import StreamedCall
+from streamgrad.engine.first_run import FirstRun, is_leaving_weights, with_graph
 from streamgrad.engine.guards import RerunGuard, Unchanged, check_leaves
 from streamgrad.engine.kept_graphs import is_to_be_watched
 from streamgrad.engine.kv_chunk import Attended, Chunk, KeyValueStream, StopAfterWrite
@@ -32,7 +33,6 @@ from streamgrad.engine.shortage import is_only_process
 from streamgrad.engine.trial import Span, Trial
 from streamgrad.engine.unread import UnreadProducts
 from streamgrad.engine.value_choices import ValueChoices, chose_before, note_choice
-from streamgrad.ops.autograd import own_graph
 from streamgrad.ops.memory_label import labelled, memory_label
 
 logger = logging.getLogger("streamgrad")
@@ -73,15 +73,18 @@ def stretches(spans: Sequence[Span], sizes: Iterable[int]) -> list[Stretch]:
 def run_forward(
     call: StreamedCall, h_BTE: Tensor, tape: RandomTape, drawing: Drawing, guard: RerunGuard | None, kept: Saved | None
 ) -> tuple[list[Tensor], KeyValueStream]:
-    """Run all chunks in order, without a graph; return hidden states and what was recorded, and the stream.
+    """Run all chunks in order, without a graph but for some; return hidden states and what was recorded, and the stream.
 
     `guard` and `kept`, given if a backward pass follows, are told of each chunk, which runs in `drawing` of its number.
     """
     stream, spans = call.new_stream(h_BTE.shape[1]), call.spans(h_BTE.shape[1])
     trial = call.trial(h_BTE.shape[1]) if len(spans) > 1 else None
+    first_run = None
+    if guard is not None and (is_to_be_watched(call.modules) if trial is None else trial.is_due(h_BTE, before_backward=True)):
+        first_run = FirstRun(call.modules, call.name, of_input=h_BTE.requires_grad)
     with call.surroundings():
         # Detached, else chunks would require a gradient, and hooks on submodules would see that.
-        return _ForwardPass(call, h_BTE.detach(), stream, tape, drawing, guard, kept, trial).run(spans), stream
+        return _ForwardPass(call, h_BTE.detach(), stream, tape, drawing, guard, kept, trial, first_run).run(spans), stream
 
 
 @dataclass
@@ -96,22 +99,19 @@ class _ForwardPass:
     guard: RerunGuard | None
     kept: Saved | None
     trial: Trial | None  # where there are several chunks
+    first_run: FirstRun | None  # where nobody has seen what the layer keeps
     one_by_one: bool = False  # whether chunks run alone from now on
-    with_graph: bool = False  # whether the first chunk makes a graph, which is dropped
 
     def run(self, spans: Sequence[Span]) -> list[Tensor]:
         """Return hidden states, and what was recorded, of the whole sequence."""
         call, h_BTE, outputs_BT, ran = self.call, self.h_BTE, list[Tensor](), list[int]()
-        is_again, self.with_graph = bool(call.stretch_sizes), self.guard is not None and self._is_new()
+        is_again = bool(call.stretch_sizes)
         unchanged = Unchanged(call.modules, h_BTE, runs_again=self.kept is not None)
         combined = UnreadProducts(call.layer, call.tokens_at_once(h_BTE.shape), h_BTE.device.type).may_be_left_out
         # The first chunk runs alone, and shows whether chunks have to.
         for planned in stretches(spans, call.stretch_sizes or [1] + [call.chunks_at_once] * len(spans)):
             for stretch, out_BLE, chunk in self._run(planned):
                 chunk.check_finished()
-                if stretch.first == 0 and self.with_graph:
-                    chunk.release()
-                    out_BLE, chunk.recorded = out_BLE.detach(), [tensor.detach() for tensor in chunk.recorded]
                 check_leaves(out_BLE, [], call.name)
                 unchanged.check()
                 if stretch.first == 0 and self.trial is not None and not is_again:
@@ -121,6 +121,7 @@ class _ForwardPass:
                 made, start, stop = [out_BLE, *chunk.recorded], chunk.start, chunk.stop
                 if stop - start == h_BTE.shape[1]:
                     outputs_BT = made
+                    del chunk
                     break
                 if not outputs_BT:
                     # Not empty_like(h): under autocast a layer's output may have another dtype than its input.
@@ -130,16 +131,9 @@ class _ForwardPass:
                     whole[:, start:stop] = part
                 del out_BLE, chunk, made, part  # before the next chunks run
         call.stretch_sizes = ran
+        if self.first_run is not None:
+            self.first_run.check()
         return outputs_BT
-
-    def _is_new(self) -> bool:
-        """Return whether nobody has seen what the layer keeps. Then its first chunk runs with a graph, as in the stock model.
-
-        A weight that is made once and kept has that graph, and is refused where it is read again: in the trial, or in backward.
-        """
-        if self.trial is None:
-            return is_to_be_watched(self.call.modules)
-        return self.trial.is_due(self.h_BTE, before_backward=True)
 
     def _run(self, stretch: Stretch) -> Iterable[_Ran]:
         """Run the chunks of a stretch together, or one by one where they must be alone. None is held on to here."""
@@ -150,6 +144,8 @@ class _ForwardPass:
 
     def _may_join(self, stretch: Stretch) -> bool:
         if self.one_by_one or self.tape.has_draws or not self.call.may_join(*stretch.span):
+            return False
+        if is_leaving_weights(self.call.layer):
             return False
         return not chose_before(self.call.layer, self._kind(stretch))
 
@@ -192,9 +188,13 @@ class _ForwardPass:
         chunk = self.call.chunk((start, stop), self.stream, keep_attention=keep_attention)
         if len(stretch.spans) > 1:
             chunk.ends = [last - start - 1 for _, last in stretch.spans]
-        graph = _dropped_graph() if self.with_graph and stretch.first == 0 else nullcontext()
-        with self.drawing(stretch.first), graph:
-            out_BLE = self.call.run(self.h_BTE[:, start:stop], chunk)
+        run, h_BLE = (lambda h_BLE: self.call.run(h_BLE, chunk)), self.h_BTE[:, start:stop]
+        is_first = self.first_run is not None and stretch.first == 0
+        is_last = self.guard is not None and stop == self.h_BTE.shape[1] and is_leaving_weights(self.call.layer)
+        with self.drawing(stretch.first), with_graph() if is_last else nullcontext():
+            out_BLE = self.first_run(run, h_BLE) if self.first_run is not None and is_first else run(h_BLE)
+        if is_first or is_last:
+            out_BLE, chunk.recorded = out_BLE.detach(), [tensor.detach() for tensor in chunk.recorded]
         self.one_by_one |= chunk.holds_scores
         return stretch, out_BLE, chunk
 
@@ -209,13 +209,6 @@ class _ForwardPass:
             if self.kept is not None:
                 attended = _part(chunk.kept, first - start, last - start) if together else chunk.kept
                 self.kept.note(stretch.first + place, attended)
-
-
-@contextmanager
-def _dropped_graph() -> Iterator[None]:
-    """Let a graph be made within the block that the program's hooks do not see."""
-    with own_graph(), torch.enable_grad():
-        yield
 
 
 def _part(attended: Attended | None, first: int, last: int) -> Attended | None:

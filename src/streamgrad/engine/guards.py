@@ -267,10 +267,7 @@ class Unchanged:
         if replaced or [buffer._version for buffer in self._buffers] != self._versions:
             raise SeamError("its layers change a buffer in forward, which would happen once a chunk and again in backward")
         if self._h_BTE is not None and self._h_BTE._version != self._h_version:
-            raise SeamError(
-                "one of its layers, or a hook in it, changes in place the hidden states that it is given, which backward reads "
-                "again; make new ones (h + delta, and not h.add_(delta))"
-            )
+            raise changed_in_place()
 
     def _looked_at_once(self) -> bool:
         """Return whether a buffer was replaced, and raise if gradients were made, by the first chunk: others do what it does."""
@@ -283,6 +280,14 @@ class Unchanged:
             )
         now = buffers_in(modules_of(self._modules[0]))  # of modules too that chunks have put in the place of others
         return not all(map(operator.is_, now, self._buffers))
+
+
+def changed_in_place() -> SeamError:
+    """Return the reason for refusing a layer that writes to its input."""
+    return SeamError(
+        "one of its layers, or a hook in it, changes in place the hidden states that it is given, which backward reads again; "
+        "make new ones (h + delta, and not h.add_(delta))"
+    )
 
 
 def _version_of(gradient: Tensor | None) -> int:

@@ -58,17 +58,41 @@ def keeps_a_graph(run: Callable[[Tensor], Tensor], h: Tensor, modules: Sequence[
     return graphs.are_held(modules)
 
 
-def keeps_on_a_module(out: Tensor, modules: Sequence[nn.Module], leaves: Sequence[Tensor]) -> bool:
+def keeps_on_a_module(out: Tensor, modules: Sequence[nn.Module], leaves: Sequence[Tensor], before: Sequence[Tensor] = ()) -> bool:
     """Return whether a run, which made `out` of `leaves`, its input the first, left a tensor on a module that a loss could use.
 
     That is one made of the input, or one made of the others alone that is not in the graph of `out`, as a weight that is normed
-    in every call is. Quick enough for every step.
+    in every call is. Tensors that were there `before` are not the run's. Quick enough for every step.
     """
-    for tensor in _stored_tensors(modules):
-        begun = _begun_by(tensor)
-        if id(leaves[0]) in begun or (tensor.grad_fn not in nodes_from(out.grad_fn) and not begun.isdisjoint(map(id, leaves))):
+    for tensor, begun in _made_on_modules(modules, leaves, before):
+        if id(leaves[0]) in begun or tensor.grad_fn not in nodes_from(out.grad_fn):
             return True
     return False
+
+
+def leaves_weights(modules: Sequence[nn.Module], leaves: Sequence[Tensor], before: Sequence[Tensor] = ()) -> bool:
+    """Return whether a run left a tensor on a module that is made of `leaves`."""
+    return any(True for _ in _made_on_modules(modules, leaves, before))
+
+
+def attributes_with_graphs(modules: Sequence[nn.Module]) -> list[tuple[dict[str, Any], str, Any]]:
+    """Return the attributes that are or hold a tensor with a graph: of which module, the name and the value."""
+    return [(module.__dict__, name, value) for module, name, value, _ in _stored(modules)]
+
+
+def tensors_on_modules(modules: Sequence[nn.Module]) -> list[Tensor]:
+    """Return the tensors with a graph that modules hold beside parameters and buffers, in lists and dicts too."""
+    return [tensor for *_, tensors in _stored(modules) for tensor in tensors]
+
+
+def _made_on_modules(
+    modules: Sequence[nn.Module], leaves: Sequence[Tensor], before: Sequence[Tensor]
+) -> Iterator[tuple[Tensor, set[int]]]:
+    """Yield the tensors on modules that begin at trainable `leaves`, with the ids of what they begin at."""
+    old = set(map(id, before))
+    for tensor in tensors_on_modules(modules):
+        if id(tensor) not in old and not (begun := _begun_by(tensor)).isdisjoint(map(id, leaves)):
+            yield tensor, begun
 
 
 class Graphs:
@@ -111,7 +135,7 @@ class Graphs:
         return self._hook() is not None
 
     def _has_a_tensor(self, modules: Sequence[nn.Module]) -> bool:
-        allowed = {id(tensor) for tensor in _stored_tensors(modules)}
+        allowed = set(map(id, tensors_on_modules(modules)))
         watched = {id(leaf) for leaf in self._leaves}
         alive = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
         made = []
@@ -137,14 +161,16 @@ _NO_TENSORS = frozenset({bool, int, float, str, type(None), OrderedDict, set, Me
 _OF_ALL_MODULES = frozenset(nn.Module().__dict__)
 
 
-def _stored_tensors(modules: Sequence[nn.Module]) -> Iterator[Tensor]:
-    """Yield the tensors with a graph that modules hold beside parameters and buffers, in lists and dicts too."""
+def _stored(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, Any, list[Tensor]]]:
+    """Yield the attributes of modules that are or hold tensors with a graph: module, name, value and these tensors."""
     for module in modules:
         for name, value in module.__dict__.items():
             kind = type(value)
             if kind not in _NO_TENSORS and name not in _OF_ALL_MODULES:
                 held = value.values() if kind is dict else value if kind in (list, tuple, deque) else [value]
-                yield from (each for each in held if isinstance(each, Tensor) and _node_of(each) is not None)
+                found = [each for each in held if isinstance(each, Tensor) and _node_of(each) is not None]
+                if found:
+                    yield module, name, value, found
 
 
 def leaves_from(first: Any) -> Iterator[Tensor]:

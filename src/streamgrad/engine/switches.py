@@ -14,6 +14,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from streamgrad.engine.first_run import is_leaving_weights
+from streamgrad.engine.kept_graphs import attributes_with_graphs
+
 _PLAIN = frozenset({bool, int, float, str, type(None)})
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 _ABOUT_HOOKS = "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"
@@ -45,17 +48,22 @@ class Switches:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         each = [module.__dict__ for module in modules]
+        self._modules = modules
         self._noted = [(attributes, frozenset(attributes), _plain(attributes), _hooks(attributes)) for attributes in each]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Let the modules have these switches within the block."""
         changes = [change for noted in self._noted for change in _changes(*noted)]
+        # Weights that forward has left there, and that a loss of the program may use: the run to come leaves others.
+        left = attributes_with_graphs(self._modules) if is_leaving_weights(self._modules[0]) else []
         for change in changes:
             change.undo()
         try:
             yield
         finally:
+            for attributes, name, value in left:
+                attributes[name] = value
             for change in changes:
                 change.redo()
 
