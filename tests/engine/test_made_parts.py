@@ -198,17 +198,13 @@ def test_a_weight_that_every_call_leaves_on_a_module_may_be_part_of_a_loss(optio
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("is_removed", [False, True])
-def test_what_the_first_call_alone_keeps_is_refused(options, is_removed):
-    """As a hook does that keeps one activation of each layer, be it gone in backward."""
+def test_what_the_first_call_alone_keeps_is_refused(options):
+    """As a hook does that keeps one activation of each layer."""
     model, kept = streamgrad.enable(tiny_model("llama"), **options), {}
-    hook = model.model.layers[1].mlp.register_forward_hook(lambda mlp, args, out: None if "mlp" in kept else kept.update(mlp=out))
+    mlp = model.model.layers[1].mlp
+    mlp.register_forward_hook(lambda mlp, args, out: None if "mlp" in kept else kept.update(mlp=out))
     with pytest.raises(ValueError, match="LlamaDecoderLayer 1, or a hook in it, keeps a tensor with its graph"):
-        loss = model(**batches.plain(None)).loss
-        if is_removed:
-            hook.remove()
-        (loss + kept["mlp"].mean()).backward()
-    assert all(parameter.grad is None for parameter in model.parameters())
+        model(**batches.plain(None))
 
 
 def test_a_hook_that_is_there_in_forward_alone_is_refused_in_chunks():

@@ -131,6 +131,51 @@ def switched():
     return model
 
 
+class Reversing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Reversed.apply(x, -1.0)
+
+
+def another_activation(mlp):
+    mlp.act_fn[1] = Reversing()
+
+
+def another_function(mlp):
+    mlp.function = lambda x: Reversed.apply(x, -1.0)
+
+
+def another_forward(mlp):
+    plain = mlp.forward
+    mlp.forward = lambda x: Reversed.apply(plain(x), -1.0)
+
+
+@every_option
+@pytest.mark.parametrize("change", [another_activation, another_function, another_forward])
+def test_a_part_that_is_exchanged_between_two_forwards(change, options):
+    """Outputs are the same, and gradients are not; the second forward's part stays after backward."""
+    found = []
+
+    def made():
+        model = tiny_model("llama")
+        for layer in model.model.layers:
+            layer.mlp.act_fn, layer.mlp.function = nn.Sequential(nn.SiLU(), nn.Identity()), F.relu
+            layer.mlp.register_forward_hook(lambda mlp, args, out: out + mlp.function(args[0]))
+        return model
+
+    def step(model):
+        found[:] = [layer.mlp for layer in model.model.layers]
+        first = loss_of(model)
+        for mlp in found:
+            mlp.function = F.silu
+            change(mlp)
+        found.append([(mlp.forward, mlp.function, list(mlp.act_fn)) for mlp in found])
+        return first + loss_of(model, 13)
+
+    assert_exact(made, step, options)
+    *mlps, noted = found
+    assert [(mlp.forward, mlp.function, list(mlp.act_fn)) for mlp in mlps] == noted
+
+
 @every_option
 @pytest.mark.parametrize("switch", [{"task": 1}, {"stop": True}, {"strength": -0.3}], ids=str)
 def test_a_switch_that_differs_between_two_forwards(switch, options):

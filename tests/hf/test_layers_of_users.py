@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 
 import pytest
@@ -290,6 +291,64 @@ def test_eager_attention_of_the_models_own_is_refused(options, monkeypatch):
     monkeypatch.setitem(globals(), "eager_attention_forward", off_by_one)
     with pytest.raises(ValueError, match=r"'eager', has a function of .*test_layers_of_users in place of transformers' own"):
         streamgrad.enable(with_attention(OwnFile, "eager"), **options)
+
+
+def another_file(source):
+    """Return what a file consists of that has this source."""
+    names = {"OwnFile": OwnFile, "functools": functools, "__name__": "another_file"}
+    exec(source, names)
+    return names
+
+
+LOGGED = """
+def logged(forward):
+    @functools.wraps(forward)
+    def call(*args, **given):
+        return forward(*args, **given)
+    return call
+"""
+
+
+def decorated(layer):
+    forward = another_file(LOGGED)["logged"](OwnFile.forward)
+    layer.self_attn.__class__ = type("Decorated", (OwnFile,), {"forward": forward})
+
+
+def of_the_module(layer):
+    layer.self_attn.forward = types.MethodType(OwnFile.forward, layer.self_attn)
+
+
+def inherited(layer):
+    source = "class Inherited(OwnFile):\n    def forward(self, *args, **given): return super().forward(*args, **given)"
+    layer.self_attn.__class__ = another_file(source)["Inherited"]
+
+
+def by_another_name(layer):
+    names = another_file("")
+    names.update(globals(), in_two_steps=off_by_one)
+    code = OwnFile.forward.__code__
+    code = code.replace(co_names=tuple("in_two_steps" if name == "eager_attention_forward" else name for name in code.co_names))
+    del names["eager_attention_forward"]
+    layer.self_attn.__class__ = type("Renamed", (OwnFile,), {"forward": types.FunctionType(code, names, argdefs=(None,) * 3)})
+
+
+@pytest.mark.parametrize("way", [decorated, of_the_module, inherited, by_another_name])
+def test_eager_attention_of_the_models_own_is_found(way, monkeypatch):
+    model = tiny_model("llama", attn_implementation="eager")
+    for layer in model.model.layers:
+        way(layer)
+    monkeypatch.setitem(globals(), "eager_attention_forward", off_by_one)
+    if way is by_another_name:
+        monkeypatch.setattr(OwnFile, "forward", modeling_llama.LlamaAttention.forward)
+    with pytest.raises(ValueError, match=r"'eager', has a function of .*test_layers_of_users in place of transformers' own"):
+        streamgrad.enable(model, **CHUNKS)
+
+
+def test_a_copy_of_eager_attention_with_other_defaults_is_refused(monkeypatch):
+    function = modeling_llama.eager_attention_forward
+    monkeypatch.setitem(globals(), "eager_attention_forward", types.FunctionType(function.__code__, globals(), argdefs=(0.5,)))
+    with pytest.raises(ValueError, match=r"'eager', has a function of .*test_layers_of_users in place of transformers' own"):
+        streamgrad.enable(with_attention(OwnFile, "eager"), **CHUNKS)
 
 
 @pytest.mark.parametrize("place", ["this file", "transformers"])

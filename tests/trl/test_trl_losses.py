@@ -104,6 +104,52 @@ def test_sft(tmp_path, name, method):
     assert metrics.keys() == {"entropy", "mean_token_accuracy", "num_tokens"}
 
 
+class Halved(torch.nn.Linear):
+    def forward(self, hidden):
+        return 0.5 * super().forward(hidden)
+
+
+def with_halving_head(dtype):
+    model = tiny_model("llama", dtype=dtype)
+    model.lm_head.__class__ = Halved
+    return model
+
+
+def with_doubling_hook(dtype):
+    model = tiny_model("llama", dtype=dtype)
+    model.lm_head.register_forward_hook(lambda head, args, out: 2 * out)
+    return model
+
+
+SMOOTHED = {
+    "a mixture of experts, without a loss for their balance": (lambda dtype: tiny_model("qwen3_moe", dtype=dtype), 0.3),
+    "a head with a forward of its own": (with_halving_head, None),
+    "a head with a hook": (with_doubling_hook, None),
+}
+
+
+@pytest.mark.parametrize("name", SMOOTHED)
+def test_smoothed_sft_of_logits_as_the_model_makes_them(tmp_path, name):
+    model, coefficient = SMOOTHED[name]
+    arguments = settings(SFTConfig, tmp_path, label_smoothing_factor=0.1, router_aux_loss_coef=coefficient)
+    assert_equals_stock(SFTTrainer, arguments, model, tolerance=1e-6, train_dataset=texts())
+
+
+@pytest.mark.parametrize("first", [0.0, 0.3])
+@pytest.mark.parametrize("stepped", [0, 1])
+def test_trainers_of_one_model_smooth_as_each_was_told(tmp_path, first, stepped):
+    def step(kind, **options):
+        model = tiny_model("qwen3")
+        arguments = [settings(SFTConfig, tmp_path, label_smoothing_factor=factor) for factor in (first, 0.3 - first)]
+        trainers = [
+            kind(model=model, args=each, processing_class=tokenizer(), train_dataset=texts(), **options) for each in arguments
+        ]
+        return first_step(trainers[stepped])[0]
+
+    with no_float32(), trl_on_full_logits():
+        assert_same_step(step(STREAMED[SFTTrainer], stream=STREAM), step(SFTTrainer), 1e-6)
+
+
 DATA = {
     "completion-only": (completions, {}),
     "whole text": (completions, {"completion_only_loss": False}),

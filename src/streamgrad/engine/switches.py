@@ -1,8 +1,8 @@
 """Puts the switches of a layer's modules back, while it runs again for backward, to what they were when it ran forward.
 
-Switches are hooks, and attributes that hold a number, a text, True, False or None. A program may select an adapter by them, stop
-or reverse gradients, or call `eval()`, for one forward of several. Autograd has bound all of that in forward. Outputs could not
-tell: what changes gradients need not change what a layer gives.
+Switches are hooks, submodules, and attributes that hold a number, a text, a function, True, False or None. A program may select
+an adapter by them, stop or reverse gradients, or call `eval()`, for one forward of several. Autograd has bound all of that in
+forward. Outputs could not tell: what changes gradients need not change what a layer gives.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -17,7 +18,7 @@ from torch import nn
 from streamgrad.engine.first_run import is_leaving_weights
 from streamgrad.engine.kept_graphs import attributes_with_graphs
 
-_PLAIN = frozenset({bool, int, float, str, type(None)})
+_PLAIN = frozenset({bool, int, float, str, type(None), FunctionType, MethodType, BuiltinFunctionType})
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 _ABOUT_HOOKS = "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"
 _ABSENT = object()
@@ -43,18 +44,47 @@ class _Change(NamedTuple):
             self.attributes[self.name] = self.now + last - self.then
 
 
+class _Noted(NamedTuple):
+    """What a module's attributes were."""
+
+    attributes: dict[str, Any]
+    names: frozenset[str]
+    plain: dict[str, Any]
+    hooks: dict[str, Any]
+    children: dict[str, Any]
+    is_layer: bool  # whose own forward is streaming's
+
+    @classmethod
+    def of(cls, attributes: dict[str, Any], *, is_layer: bool) -> _Noted:
+        children = attributes["_modules"].copy()
+        return cls(attributes, frozenset(attributes), _plain(attributes), _hooks(attributes), children, is_layer)
+
+    def changes(self) -> Iterator[_Change]:
+        now = _plain(self.attributes)
+        if now != self.plain:
+            for name, value in self.plain.items():
+                if now.get(name, _ABSENT) != value and not (self.is_layer and name == "forward"):
+                    yield _Change(self.attributes, name, value, self.attributes.get(name, _ABSENT))
+            for name in now.keys() - self.names - ({"forward"} if self.is_layer else set()):
+                yield _Change(self.attributes, name, _ABSENT, now[name])
+        if self.attributes["_modules"] != self.children:
+            yield _Change(self.attributes, "_modules", self.children, self.attributes["_modules"])
+        if _hooks(self.attributes) != self.hooks:
+            for name in (*_HOOKS, *_ABOUT_HOOKS):
+                yield _Change(self.attributes, name, OrderedDict(self.hooks.get(name, ())), self.attributes[name])
+
+
 class Switches:
     """The switches that modules have when it is made."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        each = [module.__dict__ for module in modules]
         self._modules = modules
-        self._noted = [(attributes, frozenset(attributes), _plain(attributes), _hooks(attributes)) for attributes in each]
+        self._noted = [_Noted.of(module.__dict__, is_layer=module is modules[0]) for module in modules]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Let the modules have these switches within the block."""
-        changes = [change for noted in self._noted for change in _changes(*noted)]
+        changes = [change for noted in self._noted for change in noted.changes()]
         # Weights that forward has left there, and that a loss of the program may use: the run to come leaves others.
         left = attributes_with_graphs(self._modules) if is_leaving_weights(self._modules[0]) else []
         for change in changes:
@@ -66,21 +96,6 @@ class Switches:
                 attributes[name] = value
             for change in changes:
                 change.redo()
-
-
-def _changes(
-    attributes: dict[str, Any], names: frozenset[str], plain: Mapping[str, Any], hooks: Mapping[str, Any]
-) -> Iterator[_Change]:
-    now = _plain(attributes)
-    if now != plain:
-        for name, value in plain.items():
-            if now.get(name, _ABSENT) != value:
-                yield _Change(attributes, name, value, attributes.get(name, _ABSENT))
-        for name in now.keys() - names:
-            yield _Change(attributes, name, _ABSENT, now[name])
-    if _hooks(attributes) != hooks:
-        for name in (*_HOOKS, *_ABOUT_HOOKS):
-            yield _Change(attributes, name, OrderedDict(hooks.get(name, ())), attributes[name])
 
 
 def _plain(attributes: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from streamgrad.engine.module_walk import modules_of
 from streamgrad.hf.configs import layer_configs
 from streamgrad.hf.deepspeed import has_zero3_hooks
-from streamgrad.hf.known_code import is_known_eager_attention
+from streamgrad.hf.known_code import eager_attention_of, is_known_eager_attention
 from streamgrad.hf.layer_args import CACHE_NAMES, cache_argument
 from streamgrad.hf.patching import own_forward, signature_of
 from streamgrad.hf.peft import base_model, may_be_adapter, why_not_in_chunks
@@ -307,9 +307,7 @@ def foreign_attention(configs: list[Any], layer: nn.Module) -> Iterator[str]:
         files = {"transformers", "torch", "streamgrad", "deepspeed"}  # whose Ulysses is known (`hf.sequence_slices`)
         own = []
         if name == "eager":
-            calls = [type(module).forward for module in modules_of(layer)]
-            calls = [forward for forward in calls if "eager_attention_forward" in getattr(forward, "__globals__", ())]
-            own = [forward.__globals__["eager_attention_forward"] for forward in calls]
+            own = [function for module in modules_of(layer) for function in eager_attention_of(module)]
             functions += own
         functions = list(map(_unwrapped, functions))
         ours = [function for function in functions if str(getattr(function, "__module__", None)).startswith("transformers.")]

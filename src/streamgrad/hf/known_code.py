@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import types
 from typing import Any
 
@@ -12,17 +13,52 @@ from torch import nn
 
 
 def same_code(function: Any, reference: Any) -> bool:
-    """Return whether two functions have the same instructions, names and constants, and the first has no closure."""
+    """Return whether two functions have the same instructions, names, constants and defaults, and the first has no closure."""
     code = getattr(function, "__code__", None)
     if code is None or getattr(function, "__closure__", None):
         return False
-    return _instructions(code) == _instructions(reference.__code__)
+    defaults = [(each.__defaults__, each.__kwdefaults__) for each in (function, reference)]
+    return _instructions(code) == _instructions(reference.__code__) and defaults[0] == defaults[1]
 
 
 @functools.lru_cache(maxsize=512)
 def _instructions(code: types.CodeType) -> list[tuple[str, Any]]:
     """Return a code's instructions with the values that they name: a docstring moves the places of constants."""
     return [(each.opname, each.argval) for each in dis.get_instructions(code)]
+
+
+def eager_attention_of(module: nn.Module) -> list[Any]:
+    """Return the functions that a module's forward, or what it decorates or inherits, may call for eager attention.
+
+    They are what is called `eager_attention_forward` there, and global functions that take queries, keys, values and a mask.
+    """
+    inherited = [kind.__dict__.get("forward") for kind in type(module).__mro__ if kind is not nn.Module]
+    found, to_see, seen = [], [module.__dict__.get("forward"), *inherited], set[int]()
+    for each in to_see:  # which grows on the way
+        function = getattr(getattr(each, "func", each), "__func__", getattr(each, "func", each))
+        if id(function) in seen or not isinstance(function, types.FunctionType):
+            continue
+        seen.add(id(function))
+        around = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+        to_see += [getattr(function, "__wrapped__", None), *around]
+        named = [function.__globals__.get(name) for name in function.__code__.co_names]
+        found += [function.__globals__.get("eager_attention_forward"), *filter(_is_attention, named)]
+    return found
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
+
+
+def _is_attention(value: Any) -> bool:
+    code = getattr(inspect.unwrap(value), "__code__", None) if isinstance(value, types.FunctionType) else None
+    if code is None:
+        return False
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return "attention_mask" in names and all(any(name.startswith(letter) for name in names) for letter in "qkv")
 
 
 def is_known_eager_attention(function: Any) -> bool:

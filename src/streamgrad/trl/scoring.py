@@ -31,7 +31,7 @@ from streamgrad.hf.causal_lm import HeadStream, causal_lm_forward, refuse_backwa
 from streamgrad.hf.causal_loss import check_labels
 from streamgrad.hf.discover import unwrap
 from streamgrad.hf.passage import Passage
-from streamgrad.hf.patching import InstalledForward, named_arguments, warn_once
+from streamgrad.hf.patching import InstalledForward, named_arguments, own_forward, warn_once
 from streamgrad.hf.sequence_slices import with_whole_mask
 from streamgrad.hf.sharded import device_at_work
 from streamgrad.hf.shared_prefixes import SharedBatch, has_gaps, share_prefixes
@@ -188,6 +188,18 @@ def _linear_head(model: Any) -> nn.Linear:
         f"the language-modelling head is a {type(head).__name__}, but tokens are scored by a linear head only: what it adds "
         "would be missing from the loss. Take the head out of the adapter's target_modules and trainable_token_indices."
     )
+
+
+def makes_plain_logits(model: Any) -> bool:
+    """Return whether the model scores tokens here, and its logits are the product with the head's weight that scores are of."""
+    installed = InstalledForward.on(model)
+    if installed is None or model.__dict__.get("forward") is not installed or not isinstance(installed.stream, ScoringStream):
+        return False
+    linear = _linear_head(model)
+    hooks = [
+        hook for head in (linear, model.get_output_embeddings()) for hook in (*head._forward_hooks, *head._forward_pre_hooks)
+    ]
+    return not hooks and getattr(own_forward(linear), "__func__", None) is nn.Linear.forward
 
 
 def enable_for_trainer(model: Any, stream: StreamConfig | None) -> None:

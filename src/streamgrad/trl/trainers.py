@@ -18,7 +18,7 @@ import torch
 from trl import DistillationTrainer, DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, RLOOTrainer, SFTTrainer
 
 from streamgrad.config import StreamConfig
-from streamgrad.engine.temporary import temporary_attribute
+from streamgrad.engine.temporary import temporary_attribute, temporary_attributes
 from streamgrad.hf.discover import unwrap
 from streamgrad.hf.in_backward import optimizer_in_backward
 from streamgrad.hf.patching import InstalledForward
@@ -28,7 +28,7 @@ from streamgrad.parallel.launch import check_engine
 from streamgrad.trl.checkpoints import begin_checkpoint, checkpoint_at, named_if_it_fails, refuse_other_states
 from streamgrad.trl.optimizer_place import check_optimizer_place, is_of_bitsandbytes, on_host
 from streamgrad.trl.restoring import restored_on_error
-from streamgrad.trl.scoring import enable_for_trainer, streamed_head_in
+from streamgrad.trl.scoring import enable_for_trainer, makes_plain_logits, streamed_head_in
 from streamgrad.trl.shared_generations import SharedGenerations
 from streamgrad.trl.shared_sequences import prepare_shared_sequences, shares_sequences
 from streamgrad.trl.sliced_rows import rows_cut_inside
@@ -159,17 +159,22 @@ class StreamSFTTrainer(_Streamed, SFTTrainer):
 
     stock = SFTTrainer
 
-    def __init__(self, *args: Any, stream: StreamConfig | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, stream=stream, **kwargs)
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Return TRL's loss.
+
+        A smoothed loss is a sum over tokens like the plain one, so the head can compute it: TRL's ordinary path, which sums
+        `log_probs`, then gives what its LabelSmoother would compute from full logits, without a loss for the balance of experts.
+        """
         trainer: Any = self
-        smoother = trainer.label_smoother
-        if smoother is not None and trainer.compute_loss_func is None and self.args.loss_type == "nll":
-            # The smoothed loss is a sum over tokens like the plain one, so the head can compute it. TRL's ordinary path, which
-            # sums `log_probs`, then gives what its LabelSmoother would compute from full logits.
-            scoring = InstalledForward.on(unwrap(self.model))
-            assert scoring is not None
-            scoring.stream.label_smoothing = smoother.epsilon
-            trainer.label_smoother = None
+        smoother, model = trainer.label_smoother, unwrap(trainer.model)
+        is_smoothed = smoother is not None and trainer.compute_loss_func is None and self.args.loss_type == "nll"
+        if not is_smoothed or not makes_plain_logits(model):
+            return super().compute_loss(*args, **kwargs)
+        installed = InstalledForward.on(model)
+        assert installed is not None, "its head makes plain logits"
+        by_the_head = (trainer, "label_smoother", None), (installed.stream, "label_smoothing", smoother.epsilon)
+        with temporary_attributes([*by_the_head, (trainer, "router_aux_loss_coef", 0.0)]):
+            return super().compute_loss(*args, **kwargs)
 
 
 class StreamDPOTrainer(Sharing, DPOTrainer):
