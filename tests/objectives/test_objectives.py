@@ -293,6 +293,15 @@ BAD = {
     "shape": (lambda: sft_loss(torch.zeros(2, 3), torch.zeros(2, 1)), r"mask has shape \(2, 1\) but logprobs \(2, 3\)"),
     "dpo": (lambda: dpo_loss(*[torch.zeros(2, 3)] * 6, loss_type="sigmoidal"), "loss_type must be one of .* got 'sigmoidal'"),
     "reference": (lambda: dpo_loss(*[torch.zeros(2, 3)] * 3, None, *[torch.zeros(2, 3)] * 2), "ref_chosen_logprobs is given"),
+    "a trained reference": (
+        lambda: dpo_loss(*[torch.zeros(2, 3, requires_grad=True)] * 4, *[torch.ones(2, 3)] * 2),
+        r"ref_chosen_logprobs needs a gradient.* Pass ref_chosen_logprobs\.detach\(\)",
+    ),
+    "trained old scores": (
+        lambda: grpo_loss(*[torch.zeros(2, 3)] * 3, old_logprobs=torch.zeros(2, 3, requires_grad=True)),
+        "old_logprobs needs a gradient",
+    ),
+    "no loss": (lambda: dpo_loss(*[torch.zeros(2, 3)] * 6, loss_type=[]), "loss_type names no loss"),
     "weights": (lambda: dpo_loss(*[torch.zeros(2, 3)] * 6, loss_weights=[1, 2]), "2 loss_weights for 1 losses"),
     "exo": (lambda: dpo_loss(*[torch.zeros(2, 3)] * 6, loss_type="exo_pair"), "label_smoothing=0.0"),
     "robust": (lambda: dpo_loss(*[torch.zeros(2, 3)] * 6, loss_type="robust", label_smoothing=0.5), r"\[0, 0.5\)"),

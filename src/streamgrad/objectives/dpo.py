@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from streamgrad.objectives.arguments import check_choice, check_shape
+from streamgrad.objectives.arguments import check_choice, check_constant, check_shape
 
 
 @dataclass(frozen=True)
@@ -183,6 +183,8 @@ def dpo_loss(
 
 
 def _check_options(names: list[str], weights: list[float], smoothing: float, divergence: str, *, wpo: bool) -> None:
+    if not names:
+        raise ValueError(f"loss_type names no loss. Pass one or several of {', '.join(map(repr, LOSSES))}.")
     for name in names:
         check_choice("loss_type", name, LOSSES)
     check_choice("f_divergence_type", divergence, DIVERGENCES)
@@ -206,6 +208,7 @@ def _check_answers(chosen: Answers, rejected: Answers, names: list[str]) -> None
         tensors = {"{}_mask": side.mask_BT, "ref_{}_logprobs": side.ref_BT, "{}_log_sum_sq_probs": side.log_sum_sq_BT}
         for name, tensor in tensors.items():
             check_shape(name.format(side.name), tensor, side.logprobs_BT, f"{side.name}_logprobs")
+        check_constant(f"ref_{side.name}_logprobs", side.ref_BT)
     _check_both("ref_{}_logprobs", chosen.ref_BT, rejected.ref_BT)
     if chosen.ref_BT is not None and _NO_REFERENCE & set(names):
         raise ValueError(f"loss_type={names} has no reference, but one is given. Pass None for the two ref_..._logprobs.")

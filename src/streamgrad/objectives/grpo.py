@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from streamgrad.objectives.arguments import check_choice, check_shape
+from streamgrad.objectives.arguments import check_choice, check_constant, check_shape
 
 LEVELS = ("token", "sequence")
 _BY_ENTROPY = "entropy_coef or top_entropy_quantile"
@@ -134,6 +134,8 @@ def _check(loss_type: str, level: str, logprobs: Tensor, tensors: dict[str, Tens
     check_choice("importance_sampling_level", level, LEVELS)
     for name, tensor in tensors.items():
         check_shape(name, tensor, logprobs, "logprobs")
+        if name.endswith("_logprobs"):
+            check_constant(name, tensor)
 
 
 def _needed(name: str, tensor: Tensor | None, by: str) -> Tensor:
