@@ -208,10 +208,11 @@ def _check_answers(chosen: Answers, rejected: Answers, names: list[str]) -> None
         tensors = {"{}_mask": side.mask_BT, "ref_{}_logprobs": side.ref_BT, "{}_log_sum_sq_probs": side.log_sum_sq_BT}
         for name, tensor in tensors.items():
             check_shape(name.format(side.name), tensor, side.logprobs_BT, f"{side.name}_logprobs")
-        check_constant(f"ref_{side.name}_logprobs", side.ref_BT)
     _check_both("ref_{}_logprobs", chosen.ref_BT, rejected.ref_BT)
     if chosen.ref_BT is not None and _NO_REFERENCE & set(names):
         raise ValueError(f"loss_type={names} has no reference, but one is given. Pass None for the two ref_..._logprobs.")
+    for side in (chosen, rejected):
+        check_constant(f"ref_{side.name}_logprobs", side.ref_BT)
     _check_both("{}_log_sum_sq_probs", chosen.log_sum_sq_BT, rejected.log_sum_sq_BT)
     if len(chosen.logprobs_BT) != len(rejected.logprobs_BT):
         raise ValueError(f"{len(chosen.logprobs_BT)} chosen answers but {len(rejected.logprobs_BT)} rejected ones: pass pairs.")
