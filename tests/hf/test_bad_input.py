@@ -172,6 +172,14 @@ def test_several_numbers_of_items():
         model(input_ids=ids, labels=ids, num_items_in_batch=torch.tensor([3, 4]))
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_shift_labels_without_rows(masked):
+    model, ids = streamgrad.enable(tiny_model("llama"), chunk_size=4), tokens(2, 23)
+    mask = {"attention_mask": torch.ones_like(ids)} if masked else {}
+    with pytest.raises(ValueError, match=r"shift_labels have shape \(46,\) but labels \(2, 23\)"):
+        model(input_ids=ids, labels=ids, shift_labels=ids.roll(-1, 1).flatten(), **mask)
+
+
 def test_what_needs_whole_layers_is_refused_while_gradients_are_computed(model):
     streamgrad.enable(model)
     with pytest.raises(ValueError, match="output_attentions=True cannot be streamed"):

@@ -101,6 +101,18 @@ def test_an_enabled_model_keeps_its_configuration(tmp_path, saved):
     assert trl.trainer.sft_trainer.add_fused_lm_head is trl.trainer.utils.add_fused_lm_head, "not restored after an error"
 
 
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_trainer_whose_model_was_disabled_says_so(tmp_path, saved, enabled):
+    trainer = build("sft", tmp_path, load(saved), streamed=True)
+    streamgrad.disable(trainer.model)
+    if enabled:
+        streamgrad.enable(trainer.model)
+    with pytest.raises(
+        ValueError, match=r"was disabled, or enabled anew, after this StreamSFTTrainer was made.* or a SFTTrainer"
+    ):
+        trainer.train()
+
+
 def test_a_copy_scores_with_its_own_weights(tmp_path, saved):
     trainer = build("sft", tmp_path, load(saved), streamed=True)
     inputs = next(iter(trainer.get_train_dataloader()))

@@ -110,6 +110,11 @@ def check_labels(model: Any, arguments: dict[str, Any]) -> None:
             f"labels have shape {tuple(labels.shape)} but the input {tuple(tokens.shape[:2])}: there must be one label per "
             "token. Pass labels of the input's shape, -100 where nothing is to be predicted; they are shifted inside the model."
         )
+    if isinstance(shifted, Tensor) and shifted.shape != labels.shape:
+        raise ValueError(
+            f"shift_labels have shape {tuple(shifted.shape)} but labels {tuple(labels.shape)}: there must be one label per "
+            "token. Pass both of the input's shape, shift_labels with what each token is to predict."
+        )
     if arguments.get("attention_mask") is None or shared_sequence_group(model) is not None:
         return  # slices are checked in `sequence_slices`
     ignore_index = arguments.get("ignore_index", IGNORED)

@@ -190,11 +190,16 @@ def _linear_head(model: Any) -> nn.Linear:
     )
 
 
-def makes_plain_logits(model: Any) -> bool:
-    """Return whether the model scores tokens here, and its logits are the product with the head's weight that scores are of."""
+def scores_tokens(model: Any) -> bool:
+    """Return whether the model was given the streamed head that scores tokens, and has it still."""
     installed = InstalledForward.on(model)
-    if installed is None or model.__dict__.get("forward") is not installed or not isinstance(installed.stream, ScoringStream):
-        return False
+    return installed is not None and isinstance(installed.stream, ScoringStream)
+
+
+def makes_plain_logits(model: Any) -> bool:
+    """Return whether tokens are scored here, and the model's logits are the product with the head's weight that scores are of."""
+    if not scores_tokens(model) or model.__dict__.get("forward") is not InstalledForward.on(model):
+        return False  # a trainer of TRL has put its own in that place
     linear = _linear_head(model)
     hooks = [
         hook for head in (linear, model.get_output_embeddings()) for hook in (*head._forward_hooks, *head._forward_pre_hooks)

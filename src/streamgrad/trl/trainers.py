@@ -28,7 +28,7 @@ from streamgrad.parallel.launch import check_engine
 from streamgrad.trl.checkpoints import begin_checkpoint, checkpoint_at, named_if_it_fails, refuse_other_states
 from streamgrad.trl.optimizer_place import check_optimizer_place, is_of_bitsandbytes, on_host
 from streamgrad.trl.restoring import restored_on_error
-from streamgrad.trl.scoring import enable_for_trainer, makes_plain_logits, streamed_head_in
+from streamgrad.trl.scoring import enable_for_trainer, makes_plain_logits, scores_tokens, streamed_head_in
 from streamgrad.trl.shared_generations import SharedGenerations
 from streamgrad.trl.shared_sequences import prepare_shared_sequences, shares_sequences
 from streamgrad.trl.sliced_rows import rows_cut_inside
@@ -69,6 +69,7 @@ class _Streamed:
         with restored_on_error(_changed(given)), self._streaming(stream, given):
             super().__init__(*args, **kwargs)
             prepare_shared_sequences(self)
+        self._scores_tokens = scores_tokens(unwrap(self.model))
         if self.args.process_index == 0:
             show_messages()
 
@@ -80,6 +81,11 @@ class _Streamed:
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as TRL does. Where another rank fails, rank 0 says why as well."""
+        if self._scores_tokens and not scores_tokens(unwrap(self.model)):
+            raise ValueError(
+                f"{type(unwrap(self.model)).__name__} was disabled, or enabled anew, after this {type(self).__name__} was made, "
+                f"and scores no tokens any more. Make the trainer again, or a {self.stock.__name__} to train without streaming."
+            )
         with failures_told():
             return super().train(*args, **kwargs)  # type: ignore[misc]
 
