@@ -186,11 +186,13 @@ def test_weights_of_the_last_product_that_are_written_to_unseen_are_refused():
 
 def test_an_activation_that_changes_for_one_token_is_refused():
     """Not the last one, so that it is seen by the sum of all."""
-    model = warm_model()
+    model, added = warm_model(), [0.0]
     activation = model.model.layers[0].mlp.act_fn
-    loss = model(**batches.plain(None)).loss
     own = type(activation).forward
-    activation.forward = lambda x: torch.cat([own(activation, x[:, :1]) + 0.5, own(activation, x[:, 1:])], dim=1)
+    activation.forward = lambda x: torch.cat([own(activation, x[:, :1]) + added[0], own(activation, x[:, 1:])], dim=1)
+    run_step(model, batches.plain(None))
+    loss = model(**batches.plain(None)).loss
+    added[0] = 0.5
     with pytest.raises(RuntimeError, match="computed something else"):
         loss.backward()
 

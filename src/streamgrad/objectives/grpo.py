@@ -134,8 +134,8 @@ def _check(loss_type: str, level: str, logprobs: Tensor, tensors: dict[str, Tens
     check_choice("importance_sampling_level", level, LEVELS)
     for name, tensor in tensors.items():
         check_shape(name, tensor, logprobs, "logprobs")
-        if name.endswith("_logprobs"):
-            check_constant(name, tensor)
+    for name in ("old_logprobs", "ref_logprobs", "sampling_logprobs"):
+        check_constant(name, tensors[name])
 
 
 def _needed(name: str, tensor: Tensor | None, by: str) -> Tensor:
