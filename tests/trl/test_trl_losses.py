@@ -11,6 +11,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.trainer_pt_utils import LabelSmoother
 from trl import (
     DistillationConfig,
     DistillationTrainer,
@@ -135,19 +136,41 @@ def test_smoothed_sft_of_logits_as_the_model_makes_them(tmp_path, name):
     assert_equals_stock(SFTTrainer, arguments, model, tolerance=1e-6, train_dataset=texts())
 
 
+class NeverCalled(LabelSmoother):
+    def __call__(self, *args, **kwargs):
+        raise AssertionError("TRL's smoother takes full logits")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_smoothed_sft_makes_no_logits(tmp_path, bf16, method):
+    """Nor where Accelerate has wrapped the model's forward."""
+    arguments = settings(SFTConfig, tmp_path, label_smoothing_factor=0.1, bf16=bf16, max_steps=2)
+    given = {name: make() for name, make in adapted(method).items()}
+    trainer = STREAMED[SFTTrainer](
+        model=qwen3(torch.float32), args=arguments, processing_class=tokenizer(), train_dataset=texts(), stream=STREAM, **given
+    )
+    trainer.label_smoother = NeverCalled(epsilon=0.1)
+    trainer.train()
+    assert hasattr(trainer.model, "_original_forward") == bf16
+
+
+@pytest.mark.parametrize("last", ["streamed", "stock"])
 @pytest.mark.parametrize("first", [0.0, 0.3])
 @pytest.mark.parametrize("stepped", [0, 1])
-def test_trainers_of_one_model_smooth_as_each_was_told(tmp_path, first, stepped):
-    def step(kind, **options):
-        model = tiny_model("qwen3")
-        arguments = [settings(SFTConfig, tmp_path, label_smoothing_factor=factor) for factor in (first, 0.3 - first)]
-        trainers = [
-            kind(model=model, args=each, processing_class=tokenizer(), train_dataset=texts(), **options) for each in arguments
-        ]
+def test_trainers_of_one_model_smooth_as_each_was_told(tmp_path, first, stepped, last):
+    def step(*kinds, **options):
+        model, trainers = tiny_model("qwen3"), []
+        for kind, factor in zip(kinds, (first, 0.3 - first), strict=True):
+            given = options if kind is not SFTTrainer else {}
+            arguments = settings(SFTConfig, tmp_path, label_smoothing_factor=factor)
+            trainers.append(kind(model=model, args=arguments, processing_class=tokenizer(), train_dataset=texts(), **given))
         return first_step(trainers[stepped])[0]
 
+    ours = STREAMED[SFTTrainer]
     with no_float32(), trl_on_full_logits():
-        assert_same_step(step(STREAMED[SFTTrainer], stream=STREAM), step(SFTTrainer), 1e-6)
+        actual = step(ours, ours if last == "streamed" else SFTTrainer, stream=STREAM)
+        assert_same_step(actual, step(SFTTrainer, SFTTrainer), 1e-6)
 
 
 DATA = {

@@ -198,13 +198,13 @@ def scores_tokens(model: Any) -> bool:
 
 def makes_plain_logits(model: Any) -> bool:
     """Return whether tokens are scored here, and the model's logits are the product with the head's weight that scores are of."""
-    if not scores_tokens(model) or model.__dict__.get("forward") is not InstalledForward.on(model):
-        return False  # a trainer of TRL has put its own in that place
+    # Accelerate may have wrapped the forward, for autocast; a trainer of TRL may have put one of its own in its place.
+    if not scores_tokens(model) or inspect.unwrap(model.forward) is not InstalledForward.on(model):
+        return False
     linear = _linear_head(model)
-    hooks = [
-        hook for head in (linear, model.get_output_embeddings()) for hook in (*head._forward_hooks, *head._forward_pre_hooks)
-    ]
-    return not hooks and getattr(own_forward(linear), "__func__", None) is nn.Linear.forward
+    heads = linear, model.get_output_embeddings()
+    has_hooks = any(head._forward_hooks or head._forward_pre_hooks for head in heads)
+    return not has_hooks and getattr(own_forward(linear), "__func__", None) is nn.Linear.forward
 
 
 def enable_for_trainer(model: Any, stream: StreamConfig | None) -> None:
