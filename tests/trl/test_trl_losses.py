@@ -133,6 +133,7 @@ SMOOTHED = {
 def test_smoothed_sft_of_logits_as_the_model_makes_them(tmp_path, name):
     model, coefficient = SMOOTHED[name]
     arguments = settings(SFTConfig, tmp_path, label_smoothing_factor=0.1, router_aux_loss_coef=coefficient)
+    # LabelSmoother sums in float32, here and below.
     assert_equals_stock(SFTTrainer, arguments, model, tolerance=1e-6, train_dataset=texts())
 
 

@@ -1,9 +1,9 @@
 """Tells whether a layer keeps something with its graph when it is called: for a loss of its own, or for a later layer to read.
 
 Forward runs a streamed layer without a graph. What is kept of it then has none, so that a loss of it would give no gradients,
-silently. So runs with a graph are watched, which must be gone when the output is: on a few tokens before the first step in
-chunks, and in backward. There it is what begins at the layer's input, in every step, and what begins at parameters alone, in a
-layer's first run in one chunk. What is kept on a module is looked at in every step too.
+silently. So runs with a graph are watched, which must be gone when the output is: of a layer's first chunk (`first_run`), of a
+few tokens before the first step in chunks, and of backward. There it is what begins at the layer's input, in every step, and what
+begins at parameters alone, in a layer's first run in one chunk. What is kept on a module is looked at in every step too.
 """
 
 from __future__ import annotations

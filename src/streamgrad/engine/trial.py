@@ -47,7 +47,6 @@ RunChunks = Callable[[Tensor, Sequence[Span]], Tensor]
 _MOST_TOKENS = 32
 # Elements of a parameter: of a linear map's weight, and of others.
 _LARGEST_OF_A_SUM, _LARGEST_COMPARED = 1 << 16, 1 << 24
-_LARGE = {torch.float16: 2.0**10}  # by which a gradient is scaled; 2**20 in other precisions
 _DRAWS = {"16 bits": 16, "32 bits": 3, "64 bits": 1}
 # What each layer consisted of when a trial passed; a reference without adapters and a policy with them take turns in one layer.
 _PASSED: weakref.WeakKeyDictionary[nn.Module, list[Hashable]] = weakref.WeakKeyDictionary()
@@ -197,7 +196,7 @@ class Trial:
         inputs = [h_BNE, *_worth_comparing(modules)] if whole.values_BNE.requires_grad else []
         self._check_injected(whole, inputs)
         # A large one too: a limit on the gradient of all tokens may act on that alone.
-        dout_BNE, scale = _dout_of(whole.values_BNE), _LARGE.get(whole.values_BNE.dtype, 2.0**20)
+        dout_BNE, scale = _dout_of(whole.values_BNE), _large_scale(whole.values_BNE)
         douts_BNE = dout_BNE, scale * dout_BNE
         expected = [whole.gradients(inputs, each_BNE) for each_BNE in douts_BNE]
         if inputs and expected[0][0] is not None and not self.mixes_by_states:
@@ -294,6 +293,13 @@ class _Output:
 
 def _dout_of(out_BNE: Tensor) -> Tensor:
     return torch.randn(out_BNE.shape, generator=torch.Generator(device="cpu").manual_seed(1), device="cpu").to(out_BNE)
+
+
+def _large_scale(tensor: Tensor) -> float:
+    """Return by how much a gradient is made large: by less in float16, whose largest number is 65,504."""
+    kind = tensor.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+    return 2.0**10 if dtype == torch.float16 else 2.0**20
 
 
 def _precision(tensor: Tensor) -> str:
