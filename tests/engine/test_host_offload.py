@@ -93,6 +93,25 @@ def test_what_a_layer_needs_at_once_arrives_while_the_layer_above_computes(keep,
     assert before == EXPECTED[keep]
 
 
+def test_what_the_last_layer_needs_arrives_while_a_layer_above_runs_backward_that_has_kept_its_graph(monkeypatch):
+    monkeypatch.setattr(host_offload, "_Item", Noting)
+    store = HostStore()
+    saved = SavedOnHost(torch.tensor([[[1], [2]]]), [(0, 1), (1, 2)], [0], store)
+    for chunk in range(2):
+        saved.note(chunk, Attended(torch.zeros(1), torch.zeros(1)))
+    saved.finish(None, (torch.tensor([0]),) * 2)
+    Noting.started = []
+    outputs = [torch.ones((), requires_grad=True) * 1.0 for _ in range(2)]
+    for out in outputs:
+        store.bring_back_before(out.grad_fn)
+    outputs[1].backward()
+    assert Noting.started == [], "that is the layer above the next one"
+    outputs[0].backward()
+    assert Noting.started == ["keys below", "chunk 1 below"]
+    saved.reader(None).keys_and_values()
+    assert Noting.started == ["keys below", "chunk 1 below"]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestStreams:

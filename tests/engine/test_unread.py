@@ -8,50 +8,24 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections import Counter
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import batches
 import streamgrad
 from faults import Hook
 from gradients import assert_same_step, no_float32, run_step
 from lora import with_lora
+from products import later_step
 from streamgrad.engine import unread
 from streamgrad.memory.live_bytes import LiveBytes
 from streamgrad.ops import fused
 from tiny import FAMILIES, tiny_model, tokens
 
 DOWN = (40, 24)  # the shape of `down_proj` as torch multiplies by it
-
-
-class Products(TorchDispatchMode):
-    """Counts the products of several tokens with a weight, by its shape. A guard's of two tokens are not counted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[tuple[int, ...]] = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) and args[-2].shape[0] > 2:
-            self.counts[tuple(args[-1].shape)] += 1
-        return function(*args, **(kwargs or {}))
-
-
-def later_step(model, *, warm_ups: int = 2) -> tuple[Counter, Counter]:
-    """The products of a forward and of a backward pass after some steps."""
-    ids = tokens(1, 21)
-    for _ in range(warm_ups):
-        model(input_ids=ids, labels=ids).loss.backward()
-    with Products() as forward:
-        loss = model(input_ids=ids, labels=ids).loss
-    with Products() as backward:
-        loss.backward()
-    return forward.counts, backward.counts
 
 
 def steps_without_and_with(monkeypatch, family, **options):

@@ -80,6 +80,8 @@ class StreamedCall:
             out_BTE = self.run(h_BTE, chunk)
         chunk.check_finished()
         chunk.release()
+        if out_BTE.grad_fn is not None:
+            self.host_store.bring_back_before(out_BTE.grad_fn)
         return out_BTE, *chunk.recorded
 
     @property

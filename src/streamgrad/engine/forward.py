@@ -27,6 +27,7 @@ from streamgrad.engine.first_run import FirstRun, is_leaving_weights, with_graph
 from streamgrad.engine.guards import RerunGuard, Unchanged, check_leaves
 from streamgrad.engine.kept_graphs import is_to_be_watched
 from streamgrad.engine.kv_chunk import Attended, Chunk, KeyValueStream, StopAfterWrite
+from streamgrad.engine.projection import noting_projection
 from streamgrad.engine.replay import RandomTape
 from streamgrad.engine.saved import Reader, Saved
 from streamgrad.engine.shortage import is_only_process
@@ -188,9 +189,14 @@ class _ForwardPass:
         chunk = self.call.chunk((start, stop), self.stream, keep_attention=keep_attention)
         if len(stretch.spans) > 1:
             chunk.ends = [last - start - 1 for _, last in stretch.spans]
-        run, h_BLE = (lambda h_BLE: self.call.run(h_BLE, chunk)), self.h_BTE[:, start:stop]
+        h_BLE = self.h_BTE[:, start:stop]
         is_first = self.first_run is not None and stretch.first == 0
         is_last = self.guard is not None and stop == self.h_BTE.shape[1] and is_leaving_weights(self.call.layer)
+
+        def run(h_BLE: Tensor) -> Tensor:
+            with noting_projection(self.call.modules, chunk) if keep_attention and self.call.policy.on_host else nullcontext():
+                return self.call.run(h_BLE, chunk)
+
         with self.drawing(stretch.first), with_graph() if is_last else nullcontext():
             out_BLE = self.first_run(run, h_BLE) if self.first_run is not None and is_first else run(h_BLE)
         if is_first or is_last:
@@ -216,8 +222,13 @@ def _part(attended: Attended | None, first: int, last: int) -> Attended | None:
     if attended is None:
         return None
     out_BHLD, lse_BHL = attended.out_BHLD[:, :, first:last], attended.lse_BHL[:, :, first:last].contiguous()
-    # A batch of one row is without gaps, but for a stride that says nothing, and that kernels look their plans up by.
-    return Attended(out_BHLD.squeeze(0).unsqueeze(0) if out_BHLD.shape[0] == 1 else out_BHLD.clone(), lse_BHL)
+    product = attended.projection_BLE
+    return Attended(_dense(out_BHLD), lse_BHL, projection_BLE=None if product is None else _dense(product[:, first:last]))
+
+
+def _dense(part: Tensor) -> Tensor:
+    """Return some tokens without gaps. One row has none, but for a stride that says nothing, by which kernels look up plans."""
+    return part.squeeze(0).unsqueeze(0) if part.shape[0] == 1 else part.clone()
 
 
 # --- keys and values, for backward -------------------------------------------------------------------------------------

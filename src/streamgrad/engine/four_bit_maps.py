@@ -35,8 +35,8 @@ def _is_of(function: Any, name: str) -> bool:
     return getattr(function, "__code__", None) is not None and function.__code__.co_filename == sys.modules[name].__file__
 
 
-def four_bit_product(module: Any, hidden: Tensor, *, label: Any) -> Tensor | None:
-    """Return `module(hidden)`, deferred, or None where the module does more than multiply: it casts, or adds a bias."""
+def four_bit_product(module: Any, hidden: Tensor, *, label: Any, given: Tensor | None = None) -> Tensor | None:
+    """Return `module(hidden)`, deferred or as `given`; None where the module does more than multiply, as cast or add a bias."""
     weight, autocast = module.weight, torch.is_autocast_enabled(hidden.device.type)
     state = getattr(weight, "quant_state", None)
     if autocast and torch.get_autocast_dtype(hidden.device.type) is not hidden.dtype:
@@ -48,8 +48,8 @@ def four_bit_product(module: Any, hidden: Tensor, *, label: Any) -> Tensor | Non
     if tuple(state.shape) != (module.out_features, module.in_features):
         return None  # quantised as its transpose
     if torch.is_grad_enabled():
-        return _Product.apply(hidden, weight, label)
-    return _deferred(hidden, weight, label)
+        return _Product.apply(hidden, weight, label, given)
+    return _deferred(hidden, weight, label) if given is None else given
 
 
 def _deferred(hidden: Tensor, weight: Any, label: Any) -> Deferred:
@@ -63,12 +63,12 @@ def _multiplied(hidden: Tensor, weight: Any) -> Tensor:
 
 
 class _Product(Function):
-    """Defers `matmul_4bit(hidden, weight)`. Its gradient is that of bitsandbytes, to the bit."""
+    """Defers `matmul_4bit(hidden, weight)`, or is given it. Its gradient is that of bitsandbytes, to the bit."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Any, label: Any) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Any, label: Any, given: Tensor | None) -> Tensor:
         ctx.weight = weight
-        return _deferred(hidden, weight, label)
+        return _deferred(hidden, weight, label) if given is None else given.detach()
 
     @staticmethod
     @first_order_only
@@ -76,4 +76,4 @@ class _Product(Function):
         library: Any = sys.modules["bitsandbytes.functional"]
         packed = ctx.weight.view(-1, 1)  # of one that lies as a row, the transpose would be returned
         weight_OI = library.dequantize_4bit(packed, ctx.weight.quant_state).to(dout.dtype)
-        return dout @ weight_OI, None, None
+        return dout @ weight_OI, None, None, None

@@ -199,27 +199,33 @@ def stand_in(parameter: Tensor, *, summed: bool) -> Tensor:
     return leaf
 
 
-def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, label: Any = None) -> Tensor:
-    """Return `F.linear` under the current autocast, computed where it is read if a `label` is given.
+def linear(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, label: Any = None, given: Tensor | None = None
+) -> Tensor:
+    """Return `F.linear` under the current autocast, computed where it is read if a `label` is given, or `given` with its graph.
 
     The gradient of a `GradAccumulator` goes into its `product_sum`.
     """
     device_type, accumulator = hidden.device.type, weight if isinstance(weight, GradAccumulator) else None
     if not torch.is_autocast_enabled(device_type):
-        return _product(accumulator, hidden, weight if accumulator is None else accumulator.weight, bias, label)
+        return _product(accumulator, hidden, weight if accumulator is None else accumulator.weight, bias, label, given)
     operands = as_autocast(hidden), as_autocast(weight) if accumulator is None else accumulator.for_product()
     bias = None if bias is None else as_autocast(bias)
     with torch.autocast(device_type, enabled=False):
-        return _product(accumulator, *operands, bias, label)
+        return _product(accumulator, *operands, bias, label, given)
 
 
-def _product(accumulator: GradAccumulator | None, hidden: Tensor, weight: Tensor, bias: Tensor | None, label: Any) -> Tensor:
+def _product(
+    accumulator: GradAccumulator | None, hidden: Tensor, weight: Tensor, bias: Tensor | None, label: Any, given: Tensor | None
+) -> Tensor:
     if label is not None:
         of_one_dtype = weight.dtype is hidden.dtype and (bias is None or bias.dtype is hidden.dtype)
         # Operands of several dtypes are refused by torch where the product is called.
         label = label if of_one_dtype and may_be_deferred(hidden.dtype) else None
     if torch.is_grad_enabled():
-        return _Product.apply(accumulator, hidden, weight, bias, label)
+        return _Product.apply(accumulator, hidden, weight, bias, label, given)
+    if given is not None:
+        return given
     return F.linear(hidden, weight, bias) if label is None else Deferred.product(hidden, weight, bias, label=label)
 
 
@@ -232,20 +238,28 @@ def may_be_deferred(dtype: torch.dtype) -> bool:
 
 
 class _Product(Function):
-    """Computes `F.linear(hidden, weight, bias)` of real numbers, or defers it if it is given a label.
+    """Computes `F.linear(hidden, weight, bias)` of real numbers, defers it if it is given a label, or is given it.
 
     With an accumulator the weight's gradient goes into its sum. It is an input: it makes a graph where nothing else needs one.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, accumulator: GradAccumulator | None, hidden: Tensor, weight_OI: Tensor, bias_O: Tensor | None, label: Any
+        ctx: Any,
+        accumulator: GradAccumulator | None,
+        hidden: Tensor,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        label: Any,
+        given: Tensor | None,
     ) -> Tensor:
         ctx.accumulator = accumulator
         # As F.linear does: the input of a frozen weight is neither held nor watched.
         hidden_is_read = accumulator is not None or ctx.needs_input_grad[2]
         weight_is_read = accumulator is not None or ctx.needs_input_grad[1]
         ctx.save_for_backward(hidden if hidden_is_read else None, weight_OI if weight_is_read else None)
+        if given is not None:
+            return given.detach()  # as it is no input of the function
         if label is not None:
             return Deferred.product(hidden, weight_OI, bias_O, label=label)
         return own(F.linear(hidden, weight_OI, bias_O))
@@ -266,4 +280,4 @@ class _Product(Function):
         dhidden = dout @ weight_OI if ctx.needs_input_grad[1] else None
         dweight = dout_NO.mT @ hidden_NI if ctx.needs_input_grad[2] else None
         dbias = dout_NO.sum(dim=0) if ctx.needs_input_grad[3] else None
-        return None, dhidden, dweight, dbias, None
+        return None, dhidden, dweight, dbias, None, None

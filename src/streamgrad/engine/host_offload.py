@@ -2,7 +2,8 @@
 
 Copies to the host run on their own stream beside the computation. Copies back start one item ahead of their use; a layer's keys
 and the chunk after them count as one, as nothing is computed between the two. Values and layouts come back bit for bit. Host
-buffers are pinned once and reused in every step: pinning 10 GB takes seconds.
+buffers are pinned once and reused in every step: pinning 10 GB takes seconds. The first items of all come back while layers above
+run backward that have kept their graphs.
 
 Known limits: there is nothing to move on a device other than CUDA.
 """
@@ -113,6 +114,12 @@ class HostStore:
         """Let the next shelf lie above this one."""
         self._latest = weakref.ref(shelf)
 
+    def bring_back_before(self, node: Any) -> None:
+        """Let the latest shelf's first items come back when backward reaches `node`, of a layer above that has no shelf."""
+        shelf, self._latest = self._latest, None
+        if shelf is not None:
+            node.register_prehook(lambda gradients: bring_back_first(shelf))
+
     def streams(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
         """Return the streams for copies out and for copies back."""
         if device not in self._streams:
@@ -159,14 +166,21 @@ class Shelf:
         self._position += 1
         if self._position < len(self._order):
             self._fetch(self._position)
-        elif self._below is not None and (below := self._below()) is not None:
-            for first in range(below._at_once):
-                below._fetch(first)
+        elif self._below is not None:
+            bring_back_first(self._below)
         return arrival.taken()
 
     def _fetch(self, position: int) -> None:
         if position not in self._arriving and position < len(self._order):
             self._arriving[position] = self._items[self._order[position]].copied_back()
+
+
+def bring_back_first(shelf: weakref.ref[Shelf]) -> None:
+    """Start copying back what a shelf's layer gets before it computes, if the shelf is still there."""
+    found = shelf()
+    if found is not None:
+        for position in range(found._at_once):
+            found._fetch(position)
 
 
 class _Arrival:

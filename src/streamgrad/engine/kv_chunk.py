@@ -144,6 +144,17 @@ class Attended:
     lse_BHL: Tensor
     dropped_BHLS: Tensor | None = None
     held_scores: bool = field(default=False, kw_only=True)  # whether the kernel has had one for every query and key at a time
+    projection_BLE: Tensor | None = field(default=None, kw_only=True)  # the product that reads it, where it is kept too
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Return what is kept of it; `of` makes the same of them again."""
+        return [self.out_BHLD, self.lse_BHL, *([] if self.projection_BLE is None else [self.projection_BLE])]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Attended:
+        out_BHLD, lse_BHL, *rest = tensors
+        return cls(out_BHLD, lse_BHL, projection_BLE=rest[0] if rest else None)
 
 
 @dataclass

@@ -27,6 +27,7 @@ from streamgrad.engine.grad_accumulator import GradAccumulators
 from streamgrad.engine.guards import RerunGuard, check_leaves, check_versions, gradient_of_input
 from streamgrad.engine.kept_graphs import Graphs, is_to_be_watched, keeping, keeps_on_a_module, note_watched
 from streamgrad.engine.module_walk import modules_of
+from streamgrad.engine.projection import given_projection
 from streamgrad.engine.replay import Autocast
 from streamgrad.engine.saved import Saved
 from streamgrad.engine.segment import Recomputed
@@ -121,7 +122,8 @@ class _StreamedLayer(torch.autograd.Function):
                 chunk = call.chunk((start, stop), stream, in_backward=True, kept=attended)
                 leaves = chunk.token_inputs = token_inputs.leaves(start, stop)
                 graphs = Graphs([h_BLE, *watched]) if index == len(chunks) - 1 else None
-                with torch.enable_grad(), ctx.autocast.restored(), ctx.tape.replaying(index):
+                given = given_projection(call.layer, attended)
+                with torch.enable_grad(), ctx.autocast.restored(), ctx.tape.replaying(index), given:
                     # No leaf where it is watched, so that it shows if somebody keeps the input itself.
                     out_BLE = call.run(h_BLE if graphs is None else h_BLE.view_as(h_BLE), chunk)
                 chunk.release()
@@ -153,7 +155,7 @@ class _StreamedLayer(torch.autograd.Function):
                             dh_BTE = new(ctx.h_shape) if dh_BTE is None else dh_BTE
                         dh_BTE[:, start:stop] = gradient_of_input(h_BLE, call.layer)
                 # Free them and their gradients before the next chunk runs.
-                del h_BLE, attended, chunk, leaves, out_BLE, made, outputs
+                del h_BLE, attended, given, chunk, leaves, out_BLE, made, outputs
                 if graphs is not None and graphs.are_held(modules):
                     raise RuntimeError(f"{keeping(call.name)}, or call streamgrad.disable(model).")
                 graphs = None  # which holds the chunk's input

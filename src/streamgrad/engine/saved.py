@@ -1,8 +1,8 @@
 """Stores what one layer keeps between forward and backward, on the device or in host memory.
 
 That is its input and, with `keep="attention"`, also the keys and values of the whole sequence and each chunk's attention output
-and log-sum-exp. On the host everything lies chunk by chunk, so that backward holds only the chunk at work and the next one.
-Layers whose input is made again keep nothing (`engine.segment`).
+and log-sum-exp; on the host, the product that reads this too (`engine.projection`). There everything lies chunk by chunk, so that
+backward holds only the chunk at work and the next one. Layers whose input is made again keep nothing (`engine.segment`).
 
 Shapes: B batch, T sequence, L chunk, E model width.
 """
@@ -10,6 +10,7 @@ Shapes: B batch, T sequence, L chunk, E model width.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -65,19 +66,21 @@ class SavedOnDevice:
 
     def __init__(self, h_BTE: Tensor, spans: Sequence[Span]) -> None:
         self._tensors, self._spans = [h_BTE], spans
-        self._attended: list[Attended] = []
+        self._attended: list[list[Tensor]] = []
+        self._counts: list[int] = []  # of the tensors of each chunk's attention
         self._read: list[Tensor] = []
         self._versions: list[int] = []  # of what was read
 
     def note(self, index: int, attended: Attended | None) -> None:
         if attended is not None:
-            self._attended.append(attended)
+            self._attended.append(attended.tensors)
 
     def finish(self, ctx: Any, keys_and_values: tuple[Tensor, ...]) -> None:
         # Every chunk or none: attention that drew dropout cannot be kept, and then keys are recomputed as well.
         if len(self._attended) == len(self._spans):
             self._tensors += map(_alone, keys_and_values)
-            self._tensors += [tensor for entry in self._attended for tensor in (entry.out_BHLD, entry.lse_BHL)]
+            self._tensors += [tensor for entry in self._attended for tensor in entry]
+            self._counts = [len(entry) for entry in self._attended]
         ctx.save_for_backward(*self._tensors)
         self._tensors, self._attended = [], []
 
@@ -95,7 +98,7 @@ class SavedOnDevice:
         # Changed since, if the pass that read it ended before this layer's turn: autograd then says so.
         if not tensors or [tensor._version for tensor in tensors] != self._versions:
             tensors = [tensor.detach() for tensor in ctx.saved_tensors]
-        return _DeviceReader(tensors, self._spans)
+        return _DeviceReader(tensors, self._spans, self._counts)
 
     def release(self) -> None:
         """Drop what was read; autograd frees what it saved."""
@@ -109,18 +112,19 @@ def _alone(tensor: Tensor) -> Tensor:
 
 
 class _DeviceReader:
-    def __init__(self, tensors: list[Tensor], spans: Sequence[Span]) -> None:
-        self._h_BTE, *self._rest = tensors
+    def __init__(self, tensors: list[Tensor], spans: Sequence[Span], counts: Sequence[int]) -> None:
+        self._h_BTE, *rest = tensors
+        self._keys, attended = rest[:2], iter(rest[2:])
+        self._attended = [list(islice(attended, count)) for count in counts]
         self._spans = spans
-        self.has_attention = len(tensors) > 1
+        self.has_attention = bool(rest)
 
     def keys_and_values(self) -> tuple[Tensor, ...]:
-        return tuple(self._rest[:2])
+        return tuple(self._keys)
 
     def chunk(self, index: int) -> tuple[Tensor, Attended | None]:
         start, stop = self._spans[index]
-        attended = Attended(*self._rest[2 + 2 * index : 4 + 2 * index]) if self.has_attention else None
-        return self._h_BTE[:, start:stop], attended
+        return self._h_BTE[:, start:stop], Attended.of(self._attended[index]) if self.has_attention else None
 
     def inputs(self, first: int, count: int) -> Tensor:
         return self._h_BTE[:, self._spans[first][0] : self._spans[first + count - 1][1]]
@@ -144,7 +148,7 @@ class SavedOnHost:
         if attended is None:
             self.has_attention = False
         else:
-            tensors += [attended.out_BHLD, attended.lse_BHL]
+            tensors += attended.tensors
         self._shelf.put(index, tensors)
 
     def finish(self, ctx: Any, keys_and_values: tuple[Tensor, ...]) -> None:
@@ -206,7 +210,7 @@ class _HostReader:
 
     def chunk(self, index: int) -> tuple[Tensor, Attended | None]:
         h_BLE, *attended = self._shelf.get(index)
-        return h_BLE, Attended(*attended) if self.has_attention else None
+        return h_BLE, Attended.of(attended) if self.has_attention else None
 
     def inputs(self, first: int, count: int) -> Tensor:
         parts = [self._shelf.get(index)[0] for index in range(first, first + count)]

@@ -86,6 +86,11 @@ class UnreadProducts:
         return out
 
 
+def is_left_out(layer: nn.Module, module: nn.Module) -> bool:
+    """Return whether re-runs of the layer leave out this map's product."""
+    return any(known() is module for known in UnreadProducts._known.get(layer) or ())
+
+
 def _maps(modules: Iterable[nn.Module]) -> list[_Map]:
     return [weakref.ref(module) for module in dict.fromkeys(modules)]
 

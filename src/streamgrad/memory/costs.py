@@ -66,6 +66,7 @@ class LayerCosts:
     recorded: float = 0.0  # router logits, and probabilities or gradients of them, which stay on the device whatever is kept
     chunk_gradients: float = 0.0  # of experts in one tensor, which each of several chunks makes anew
     looped: float = 0.0  # tensors made a token by a layer with states: many, where it loops over blocks of tokens
+    projection: float = 0.0  # the product that reads attention's output, which is kept with that on the host
     forward: float = 0.0  # in the largest phase of a run without a graph, beside its input, and keys and values; 0 if not known
 
     @classmethod
@@ -88,7 +89,7 @@ class LayerCosts:
         """Return the bytes a token that wait for backward."""
         parts: Parts = {"kept inputs": self.input}
         if policy.keep == "attention":
-            parts["kept attention"] = self.attention + self.keys_and_values
+            parts["kept attention"] = self.attention + self.keys_and_values + (self.projection if policy.on_host else 0.0)
         if policy.keep == "all":
             parts["kept graphs"] = self.graph - self.input
         return parts
@@ -222,9 +223,7 @@ def layer_phases(costs: LayerCosts, shape: Shape, policy: LayerPolicy, chunk_siz
     keys += 0.0 if whole and not in_ring else shape.ring * tokens * costs.key_sums
     keys += 0.0 if whole else shape.rows * costs.states * -(-shape.sequence // chunk_size)
     if policy.on_host:  # this chunk and the next or, from a layer's last chunk on, the keys and values of the layer below
-        brought = costs.keys_and_values if policy.keep == "attention" else 0.0
-        kept = sum(costs.kept(policy).values()) - brought
-        through = sum_of(through, {"chunk activations": 2 * chunk * kept, "keys and values": tokens * brought})
+        through = sum_of(through, brought_back(costs, shape, policy, 2 * chunk))
     made = 0.0 if policy.keep == "input" else costs.attention  # part of a chunk's graph that is kept, or has been brought
     sums = costs.gradients if whole else costs.gradient_sums
     phases = {
@@ -247,6 +246,21 @@ def layer_phases(costs: LayerCosts, shape: Shape, policy: LayerPolicy, chunk_siz
     return found
 
 
+def brought_back(costs: LayerCosts, shape: Shape, policy: LayerPolicy, tokens: int) -> Parts:
+    """Return the bytes of a layer's keys and values, if the host has them, and of what else it has of so many `tokens`."""
+    keys = costs.keys_and_values if policy.keep == "attention" else 0.0
+    return {"chunk activations": tokens * (sum(costs.kept(policy).values()) - keys), "keys and values": shape.tokens * keys}
+
+
+def brought_ahead(costs: LayerCosts, shape: Shape, policies: Sequence[LayerPolicy], chunk_sizes: Sequence[int]) -> list[Parts]:
+    """Return, for each layer that keeps everything, what comes back from the host meanwhile, for the layer below."""
+    found: list[Parts] = [{}]
+    for below, policy, size in zip(policies, policies[1:], chunk_sizes, strict=False):
+        comes = policy.keep == "all" and below.on_host
+        found.append(brought_back(costs, shape, below, shape.rows * min(size, shape.sequence)) if comes else {})
+    return found
+
+
 @functools.lru_cache(maxsize=1024)
 def chunks_in_forward(costs: LayerCosts, shape: Shape, policy: LayerPolicy, chunk_size: int) -> int:
     """Return how many chunks of a layer can run forward together and hold no more than its backward does.
@@ -258,7 +272,8 @@ def chunks_in_forward(costs: LayerCosts, shape: Shape, policy: LayerPolicy, chun
     if not costs.forward or policy.keep == "all" or shape.ring > 1:
         return 1
     chunk, tokens = shape.rows * min(chunk_size, shape.sequence), shape.tokens
-    room, work = float(FORWARD_TOKENS), costs.forward + (costs.attention if policy.keep == "attention" else 0.0)
+    of_attention = costs.attention + costs.projection if policy.keep == "attention" else 0.0
+    room, work = float(FORWARD_TOKENS), costs.forward + of_attention
     for on_host in (False, True):
         held = layer_phases(costs, shape, LayerPolicy(policy.keep, on_host), chunk_size).values()
         around = tokens * ((3 if on_host else 2) * costs.input + costs.keys_and_values) + costs.weights

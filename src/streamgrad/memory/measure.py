@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from streamgrad.engine.kv_chunk import Chunk
 from streamgrad.engine.module_walk import trainable_parameters
+from streamgrad.engine.projection import noting_projection
 from streamgrad.engine.recurrent_chunk import RecurrentChunk, RecurrentStream
 from streamgrad.engine.replay import Autocast
 from streamgrad.engine.ulysses import ALONE, SequenceSharing
@@ -61,6 +62,7 @@ def measured_costs(
         keys_and_values=counted.keys_and_values / count / sharing.ring_ranks,
         key_sums=counted.key_sums / count / sharing.ring_ranks,
         attention=counted.attention / count,
+        projection=counted.projection / count,
         # An ordinary graph saves keys and values too, which chunks leave to the stream.
         graph=(counted.input + counted.saved + counted.keys_and_values) / count,
         widest=(max(counted.timeline) - counted.keys_and_values) / count,
@@ -87,6 +89,7 @@ class _Counted:
     keys_and_values: int
     key_sums: int
     attention: int
+    projection: int
     states: int
     saved: int  # by the graph, beside its input and the layer's weights
     at_attention: int  # alive when attention's backward had run
@@ -180,7 +183,7 @@ class _Trial:
 
     def _sizes(self, h_BLE: Tensor) -> dict[str, int]:
         chunk, saved = self._chunk(h_BLE, LiveBytes()), _SavedBytes(self.layer, h_BLE)
-        with saved:
+        with saved, noting_projection([*self.layer.modules()], chunk):
             out_BLE = self.run(h_BLE, chunk)
         chunk.check_finished()
         # As many as this process holds for its tokens: where ranks share a sequence, copies and other ranks' as well.
@@ -194,6 +197,7 @@ class _Trial:
             "keys_and_values": sum(key.nbytes for key in keys),
             "key_sums": sum(key.numel() * accumulator_dtype(key.dtype).itemsize for key in keys),
             "attention": 0 if kept is None else kept.out_BHLD.nbytes + kept.lse_BHL.nbytes,
+            "projection": 0 if kept is None or kept.projection_BLE is None else kept.projection_BLE.nbytes,
             "states": sum(state.nbytes for state in states),
             "saved": saved.total_bytes,
         }

@@ -16,6 +16,7 @@ from streamgrad.memory.costs import (
     ModelShape,
     Parts,
     Shape,
+    brought_ahead,
     embedding_parts,
     head_parts,
     held_in_backward,
@@ -148,8 +149,9 @@ def streamed_phases(load: Workload, policies: Sequence[LayerPolicy], chunk_sizes
     logits = head_rows * (shape.vocabulary * shape.itemsize + 4 * shape.width)
     head = head_parts(tokens * costs.input, logits, shape.head_trainable, shape.itemsize)
     phases = [Phase("the head", sum_of(always, at_head, head))]
+    ahead = brought_ahead(costs, load.batch, policies, chunk_sizes)
     for index, (policy, chunk_size) in enumerate(zip(policies, chunk_sizes, strict=True)):
-        below = sum_of(always, kept[index], {"gradients": load.gradients(shape.layers - 1 - index)})
+        below = sum_of(always, kept[index], ahead[index], {"gradients": load.gradients(shape.layers - 1 - index)})
         phases += [
             Phase(f"{name} in backward of layer {index}", sum_of(below, parts))
             for name, parts in layer_phases(costs, load.batch, policy, chunk_size).items()

@@ -7,10 +7,11 @@ From the fastest to the smallest, a layer keeps
     nothing (`recomputed`)           its input, by running the layers below once more, and then everything
 The two in the middle are kept on the device or in host memory; copies to and from the host run beside computation. From the first
 layer to the last, a plan is `input | attention on host | attention on device | everything`. The last layers keep the most,
-because backward frees theirs first; the first ones use the host, because their copies have the longest time to come back. If no
-such plan fits with chunks of a usual size, layers form segments of n, of which the first keeps its input. n never exceeds the
-square root of the number of layers: beyond it, more inputs would be made again at a time than are saved. The smallest chunks are
-tried last.
+because backward frees theirs first; the first ones use the host, because their copies have the longest time to come back. The
+host is used only where the device cannot hold the attention of all layers. Then the device keeps everything of a few layers
+rather than the attention of many, which the host holds as well. If no such plan fits with chunks of a usual size, layers form
+segments of n, of which the first keeps its input. n never exceeds the square root of the number of layers: beyond it, more inputs
+would be made again at a time than are saved. The smallest chunks are tried last.
 
 `predicted_peak` is the arithmetic that choices are made by, over the phases of `memory.costs`.
 """
@@ -22,13 +23,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 
 from streamgrad.engine.policy import LayerPolicy
 from streamgrad.memory.costs import (
     KEYS_AT_ONCE,
     LayerCosts,
     Shape,
+    brought_ahead,
     embedding_parts,
     head_parts,
     held_in_backward,
@@ -99,12 +101,14 @@ class Plan:
 def predicted_peak(step: Step, policies: Sequence[LayerPolicy], chunk_sizes: Sequence[int]) -> float:
     """Return the device bytes of the largest phase: the head's work, a layer's backward pass, or the end of backward."""
     around, at_head = _held_around(step, policies)
-    work = {each: _worst_in_layer(step.costs, step.shape, *each) for each in set(zip(policies, chunk_sizes, strict=True))}
+    each = list(zip(policies, chunk_sizes, strict=True))
+    work = {one: _worst_in_layer(step.costs, step.shape, *one) for one in set(each)}
+    ahead = (sum(parts.values()) for parts in brought_ahead(step.costs, step.shape, policies, chunk_sizes))
     gradients = step.resident_bytes + step.head_gradient_bytes + step.layers * step.layer_gradient_bytes
     return max(
         at_head + UNFORESEEN * step.head_bytes,
         gradients + step.embedding_bytes + step.leaf_bytes,
-        *(held + work[each] for held, each in zip(around, zip(policies, chunk_sizes, strict=True), strict=True)),
+        *(held + coming + work[one] for held, coming, one in zip(around, ahead, each, strict=True)),
     )
 
 
@@ -202,14 +206,22 @@ def choose_plan(step: Step, choices: Choices, budget: Budget) -> tuple[Plan, boo
         """Return what may be held beside a layer, by the size of its chunks, from large to small."""
         return [(size, budget.device_bytes - _worst_in_layer(step.costs, step.shape, policy, size)) for size in descending]
 
-    def plans(segment: int, worst: int) -> Iterator[Plan]:
+    def plans(segment: int, worst: int, *, attends_once: bool = False) -> Iterator[Plan]:
         single = segment == 1
         for policies in _candidates(step, choices, budget.host_bytes) if single else _in_segments_of(segment, step, choices):
+            if attends_once and any(policy.keep == "input" for policy in policies):
+                continue
             chunks = _chunk_sizes(step, policies, worst, room)
             yield Plan(tuple(policies), chunks, predicted_peak(step, policies, chunks), host_bytes(step, policies))
 
     def fits(plan: Plan) -> bool:
         return plan.peak_bytes <= budget.device_bytes and plan.host_bytes <= budget.host_bytes
+
+    def fastest(segment: int, sizes: Sequence[int]) -> Plan:
+        """Return the first plan that fits. In no layer does attention run again where somewhat smaller chunks in some would do."""
+        moderate = [size for size in sizes if size >= regular_chunk(rows, longest, SMALL_CHUNKS[0])]
+        attending_once = (plan for size in moderate for plan in plans(segment, size, attends_once=True))
+        return next(filter(fits, chain(attending_once, (plan for size in sizes for plan in plans(segment, size)))))
 
     def excess(plan: Plan) -> tuple[float, float]:
         """With as much of the host as there is; if each plan needs more of it, the one that needs the least."""
@@ -222,7 +234,7 @@ def choose_plan(step: Step, choices: Choices, budget: Budget) -> tuple[Plan, boo
     for sizes, segment in product(rounds, _segment_sizes(step, choices)):
         for smallest in plans(segment, sizes[-1]):
             if fits(smallest):  # else no plan with larger chunks does
-                return next(plan for size in sizes for plan in plans(segment, size) if fits(plan)), True
+                return fastest(segment, sizes), True
             if sizes is worst_sizes:
                 too_large.append((segment, smallest))
     segment, least = min(too_large, key=lambda found: excess(found[1]))
@@ -236,16 +248,22 @@ def _chunk_sizes(
     """Return the chunk size of each layer: the largest that it has room for, or else `worst`.
 
     Backward runs from the last layer to the first. Gradients collect on the way, so the last layers have the most room; where few
-    parameters train, the first layers have, since later ones have freed what they kept. Layers that keep on the host share one
-    size: host buffers are as long as a chunk and are reused between layers, steps and lengths.
+    parameters train, the first layers have, since later ones have freed what they kept. Of the layers that keep on the host, the
+    last ones may be one chunk each and the others share one size: host buffers are as long as a chunk and are reused between
+    layers, steps and lengths, and a layer at work brings back the last chunk of the one below, which must not be longer.
     """
     around, _ = _held_around(step, policies)
     sizes = [
         next((size for size, limit in room(policy) if size <= worst or held <= limit), worst)
         for held, policy in zip(around, policies, strict=True)
     ]
-    on_host = min((size for size, policy in zip(sizes, policies, strict=True) if policy.on_host), default=worst)
-    return tuple(on_host if policy.on_host else size for size, policy in zip(sizes, policies, strict=True))
+    away = [index for index, policy in enumerate(policies) if policy.on_host]
+    shared = min((sizes[index] for index in away), default=worst)
+    is_whole = True
+    for index in reversed(away):
+        is_whole = is_whole and sizes[index] >= step.shape.sequence
+        sizes[index] = sizes[index] if is_whole else shared
+    return tuple(sizes)
 
 
 def _candidates(step: Step, choices: Choices, host_budget_bytes: float) -> Iterator[list[LayerPolicy]]:
@@ -264,6 +282,11 @@ def _candidates(step: Step, choices: Choices, host_budget_bytes: float) -> Itera
         yield from mixes(attention, everything)
     if keep == "attention" and offload != "host":
         yield [attention] * layers
+    if keep == "auto" and offload == "auto":
+        for count in range(layers - 1, 0, -1):
+            away = _on_host(step, layers - count, keep, host_budget_bytes)
+            if all(policy.keep == "attention" for policy in away):
+                yield away + [everything] * count
     if keep in ("auto", "attention"):
         if offload == "none" and keep == "auto":
             yield from mixes(inputs, attention)

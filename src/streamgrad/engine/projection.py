@@ -1,0 +1,95 @@
+"""Keeps, with the attention of a layer on the host, the product that reads it, so that a re-run need not multiply again.
+
+    out = hidden + o_proj(attention(hidden)) + ...
+
+Whatever its name, it is the linear map that is given what attention has returned, unchanged; of several (an adapter reads it too)
+the one with the most outputs. The product waits on the host, to which the link is idle for most of a long step. In the re-run,
+the map's forward returns it with the graph of the product. Its input is then the attention that was kept, so it is the product
+of forward, bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streamgrad.engine.four_bit_maps import four_bit_product, is_four_bit_linear
+from streamgrad.engine.grad_accumulator import GradAccumulator, linear
+from streamgrad.engine.kv_chunk import Attended, Chunk
+from streamgrad.engine.linear_maps import Noting, is_plain_linear
+from streamgrad.engine.temporary import temporary_attributes
+from streamgrad.engine.unread import is_left_out
+
+# The map of each layer that has run, or none. A map may hold on to its layer, by a hook that somebody has given it.
+_READERS: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def noting_projection(modules: Sequence[nn.Module], chunk: Chunk) -> Iterator[None]:
+    """Keep with the attention that `chunk` keeps, once the block has run it, the product that reads it.
+
+    The first chunk of a layer, which is the first of `modules`, shows which map makes it.
+    """
+    layer = modules[0]
+    known = _READERS.get(layer)
+    tried = modules[1:] if known is None else [module for module in (each() for each in known) if module is not None]
+    maps = [module for module in tried if _multiplies(module) and not is_left_out(layer, module)]
+    products: list[tuple[nn.Module, Tensor, int]] = []
+
+    def noted(module: Any, *args: Any, **kwargs: Any) -> Tensor:
+        out: Tensor = type(module).forward(module, *args, **kwargs)
+        if not torch.compiler.is_compiling() and _reads(args, chunk.kept):
+            products.append((module, out.detach(), out._version))
+        return out
+
+    with temporary_attributes((module, "forward", Noting(noted, module)) for module in maps):
+        yield
+    module, product, version = max(products, key=lambda found: found[1].shape[-1], default=(None, None, 0))
+    if known is None:
+        _READERS[layer] = [] if module is None else [weakref.ref(module)]
+    if chunk.kept is not None and product is not None and product._version == version:  # else code has written over it
+        chunk.kept.projection_BLE = product
+
+
+def given_projection(layer: nn.Module, attended: Attended | None) -> AbstractContextManager[None]:
+    """Let the map of the layer that reads its attention return, within the block, the product that was kept with it, once."""
+    product = None if attended is None else attended.projection_BLE
+    maps = [module for module in (each() for each in _READERS.get(layer, ())) if module is not None and _multiplies(module)]
+    if attended is None or product is None or not maps:
+        return nullcontext()
+    given = [product]
+
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Tensor:
+        out = None
+        if given and not torch.compiler.is_compiling() and _reads(args, attended):
+            out = _product(module, args[0], given.pop())
+        return type(module).forward(module, *args, **kwargs) if out is None else out
+
+    return temporary_attributes((module, "forward", functools.partial(forward, module)) for module in maps)
+
+
+def _multiplies(module: nn.Module) -> bool:
+    return is_plain_linear(module) or is_four_bit_linear(module)
+
+
+def _reads(args: tuple[Any, ...], attended: Attended | None) -> bool:
+    """Return whether a map is called with nothing but what attention has returned."""
+    if attended is None or len(args) != 1 or type(args[0]) is not Tensor:
+        return False
+    ours, theirs = args[0], attended.out_BHLD
+    return ours.numel() == theirs.numel() and ours.untyped_storage()._cdata == theirs.untyped_storage()._cdata
+
+
+def _product(module: Any, input: Tensor, given: Tensor) -> Tensor | None:
+    """Return the module's product, `given`, with its graph; None where the module does more than multiply."""
+    if type(module) is not nn.Linear:
+        return four_bit_product(module, input, label=module, given=given)
+    if type(module.weight) not in (Tensor, nn.Parameter, GradAccumulator) or input.is_complex():
+        return None
+    return linear(input, module.weight, module.bias, given=given)
