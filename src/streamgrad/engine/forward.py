@@ -189,14 +189,11 @@ class _ForwardPass:
         chunk = self.call.chunk((start, stop), self.stream, keep_attention=keep_attention)
         if len(stretch.spans) > 1:
             chunk.ends = [last - start - 1 for _, last in stretch.spans]
-        h_BLE = self.h_BTE[:, start:stop]
+        run, h_BLE = (lambda h_BLE: self.call.run(h_BLE, chunk)), self.h_BTE[:, start:stop]
+        if keep_attention and self.call.policy.on_host:
+            run = noting_projection(run, self.call.modules, chunk)
         is_first = self.first_run is not None and stretch.first == 0
         is_last = self.guard is not None and stop == self.h_BTE.shape[1] and is_leaving_weights(self.call.layer)
-
-        def run(h_BLE: Tensor) -> Tensor:
-            with noting_projection(self.call.modules, chunk) if keep_attention and self.call.policy.on_host else nullcontext():
-                return self.call.run(h_BLE, chunk)
-
         with self.drawing(stretch.first), with_graph() if is_last else nullcontext():
             out_BLE = self.first_run(run, h_BLE) if self.first_run is not None and is_first else run(h_BLE)
         if is_first or is_last:

@@ -122,10 +122,11 @@ class _StreamedLayer(torch.autograd.Function):
                 chunk = call.chunk((start, stop), stream, in_backward=True, kept=attended)
                 leaves = chunk.token_inputs = token_inputs.leaves(start, stop)
                 graphs = Graphs([h_BLE, *watched]) if index == len(chunks) - 1 else None
-                given = given_projection(call.layer, attended)
-                with torch.enable_grad(), ctx.autocast.restored(), ctx.tape.replaying(index), given:
+                is_given = attended is not None and attended.projection_BLE is not None
+                run = given_projection(call.run, call.layer, attended) if is_given else call.run
+                with torch.enable_grad(), ctx.autocast.restored(), ctx.tape.replaying(index):
                     # No leaf where it is watched, so that it shows if somebody keeps the input itself.
-                    out_BLE = call.run(h_BLE if graphs is None else h_BLE.view_as(h_BLE), chunk)
+                    out_BLE = run(h_BLE if graphs is None else h_BLE.view_as(h_BLE), chunk)
                 chunk.release()
                 if index == len(chunks) - 1:
                     unread.learn(out_BLE)
@@ -155,7 +156,7 @@ class _StreamedLayer(torch.autograd.Function):
                             dh_BTE = new(ctx.h_shape) if dh_BTE is None else dh_BTE
                         dh_BTE[:, start:stop] = gradient_of_input(h_BLE, call.layer)
                 # Free them and their gradients before the next chunk runs.
-                del h_BLE, attended, given, chunk, leaves, out_BLE, made, outputs
+                del h_BLE, attended, run, chunk, leaves, out_BLE, made, outputs
                 if graphs is not None and graphs.are_held(modules):
                     raise RuntimeError(f"{keeping(call.name)}, or call streamgrad.disable(model).")
                 graphs = None  # which holds the chunk's input

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,9 +29,8 @@ from streamgrad.engine.unread import is_left_out
 _READERS: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
 
 
-@contextmanager
-def noting_projection(modules: Sequence[nn.Module], chunk: Chunk) -> Iterator[None]:
-    """Keep with the attention that `chunk` keeps, once the block has run it, the product that reads it.
+def noting_projection(run: Callable[[Tensor], Tensor], modules: Sequence[nn.Module], chunk: Chunk) -> Callable[[Tensor], Tensor]:
+    """Return `run`, which runs a chunk forward, such that the attention that `chunk` keeps then has the product that reads it.
 
     The first chunk of a layer, which is the first of `modules`, shows which map makes it.
     """
@@ -48,22 +46,24 @@ def noting_projection(modules: Sequence[nn.Module], chunk: Chunk) -> Iterator[No
             products.append((module, out.detach(), out._version))
         return out
 
-    with temporary_attributes((module, "forward", Noting(noted, module)) for module in maps):
-        yield
-    module, product, version = max(products, key=lambda found: found[1].shape[-1], default=(None, None, 0))
-    if known is None:
-        _READERS[layer] = [] if module is None else [weakref.ref(module)]
-    if chunk.kept is not None and product is not None and product._version == version:  # else code has written over it
-        chunk.kept.projection_BLE = product
+    def noting(h_BLE: Tensor) -> Tensor:
+        with temporary_attributes((module, "forward", Noting(noted, module)) for module in maps):
+            out_BLE = run(h_BLE)
+        module, product, version = max(products, key=lambda found: found[1].shape[-1], default=(None, None, 0))
+        if known is None:
+            _READERS[layer] = [] if module is None else [weakref.ref(module)]
+        if chunk.kept is not None and product is not None and product._version == version:  # else code has written over it
+            chunk.kept.projection_BLE = product
+        return out_BLE
+
+    return noting
 
 
-def given_projection(layer: nn.Module, attended: Attended | None) -> AbstractContextManager[None]:
-    """Let the map of the layer that reads its attention return, within the block, the product that was kept with it, once."""
-    product = None if attended is None else attended.projection_BLE
+def given_projection(run: Callable[..., Tensor], layer: nn.Module, attended: Attended) -> Callable[..., Tensor]:
+    """Return `run`, in which the map of the layer that reads this attention returns the product that was kept with it, once."""
     maps = [module for module in (each() for each in _READERS.get(layer, ())) if module is not None and _multiplies(module)]
-    if attended is None or product is None or not maps:
-        return nullcontext()
-    given = [product]
+    product = attended.projection_BLE
+    given = [] if product is None else [product]
 
     def forward(module: Any, *args: Any, **kwargs: Any) -> Tensor:
         out = None
@@ -71,7 +71,11 @@ def given_projection(layer: nn.Module, attended: Attended | None) -> AbstractCon
             out = _product(module, args[0], given.pop())
         return type(module).forward(module, *args, **kwargs) if out is None else out
 
-    return temporary_attributes((module, "forward", functools.partial(forward, module)) for module in maps)
+    def with_product(*args: Any) -> Tensor:
+        with temporary_attributes((module, "forward", functools.partial(forward, module)) for module in maps):
+            return run(*args)
+
+    return with_product
 
 
 def _multiplies(module: nn.Module) -> bool:

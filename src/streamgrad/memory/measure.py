@@ -183,8 +183,8 @@ class _Trial:
 
     def _sizes(self, h_BLE: Tensor) -> dict[str, int]:
         chunk, saved = self._chunk(h_BLE, LiveBytes()), _SavedBytes(self.layer, h_BLE)
-        with saved, noting_projection([*self.layer.modules()], chunk):
-            out_BLE = self.run(h_BLE, chunk)
+        with saved:
+            out_BLE = noting_projection(lambda h_BLE: self.run(h_BLE, chunk), [*self.layer.modules()], chunk)(h_BLE)
         chunk.check_finished()
         # As many as this process holds for its tokens: where ranks share a sequence, copies and other ranks' as well.
         keys = [tensor_BGTD[:, :, : self.sharing.ranks * h_BLE.shape[1]] for tensor_BGTD in chunk.stream.tensors]

@@ -218,7 +218,7 @@ def choose_plan(step: Step, choices: Choices, budget: Budget) -> tuple[Plan, boo
         return plan.peak_bytes <= budget.device_bytes and plan.host_bytes <= budget.host_bytes
 
     def fastest(segment: int, sizes: Sequence[int]) -> Plan:
-        """Return the first plan that fits. In no layer does attention run again where somewhat smaller chunks in some would do."""
+        """Return the first plan that fits; attention runs again in none where somewhat smaller chunks in some layers would do."""
         moderate = [size for size in sizes if size >= regular_chunk(rows, longest, SMALL_CHUNKS[0])]
         attending_once = (plan for size in moderate for plan in plans(segment, size, attends_once=True))
         return next(filter(fits, chain(attending_once, (plan for size in sizes for plan in plans(segment, size)))))
