@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -175,6 +176,7 @@ class _StreamedAttention(Function):
         value_BGLD: Tensor,
         sink_H: Tensor | None,
     ) -> Tensor:
+        ctx.set_materialize_grads(False)
         query_BHLD = with_dense_rows(chunk.sharing.to_heads(query_BHLD))
         done = chunk.kept
         if done is None:
@@ -195,11 +197,17 @@ class _StreamedAttention(Function):
         # Masks too, so that autograd notices if a program changes its own before backward.
         masks = [piece.block.mask for piece in pieces if piece.block.mask is not None]
         ctx.save_for_backward(query_BHLD, out_BHLD, done.lse_BHL, done.dropped_BHLS, sink_H, *own, *masks)
-        return chunk.sharing.to_tokens(out_BHLD)
+        tokens_BHLD = chunk.sharing.to_tokens(out_BHLD)
+        ctx.out_shape = tokens_BHLD.shape
+        return tokens_BHLD
 
     @staticmethod
-    @first_order_only
-    def backward(ctx: Any, dout_BHLD: Tensor) -> tuple[Tensor | None, ...]:
+    @partial(first_order_only, even_undefined=True)
+    def backward(ctx: Any, dout_BHLD: Tensor | None) -> tuple[Tensor | None, ...]:
+        if dout_BHLD is None:
+            if ctx.sharing.ranks == 1 and (ctx.stream is None or not ctx.stream.is_owed):
+                return (None,) * 6
+            dout_BHLD = ctx.saved_tensors[1].new_zeros(ctx.out_shape)  # for later queries, or for the other ranks
         query_BHLD, out_BHLD, lse_BHL, dropped_BHLS, sink_H, *saved = ctx.saved_tensors
         stream: KeyValueStream = ctx.stream or KeyValueStream(ctx.span[1], (saved[0], saved[1]))
         dout_BHLD = with_dense_rows(ctx.sharing.to_heads(dout_BHLD))

@@ -254,6 +254,7 @@ class _Product(Function):
         given: Tensor | None,
     ) -> Tensor:
         ctx.accumulator = accumulator
+        ctx.set_materialize_grads(False)
         # As F.linear does: the input of a frozen weight is neither held nor watched.
         hidden_is_read = accumulator is not None or ctx.needs_input_grad[2]
         weight_is_read = accumulator is not None or ctx.needs_input_grad[1]

@@ -115,6 +115,11 @@ class KeyValueStream:
         for total, term in zip(self.sums(first, last), terms, strict=True):
             total += term
 
+    @property
+    def is_owed(self) -> bool:
+        """Return whether queries have left a gradient for keys."""
+        return self._gradients is not None
+
     @labelled("keys and values")
     def sums(self, start: int, stop: int) -> list[Tensor]:
         """Return views of the sums for `[start, stop)`, complete once every later chunk has run."""

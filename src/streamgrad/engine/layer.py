@@ -16,6 +16,7 @@ Shapes: B batch, T sequence, L chunk, E model width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ class _StreamedLayer(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @first_order_only
+    @partial(first_order_only, even_undefined=True)
     @_named_in_errors
     @labelled("activations")
     def backward(ctx: Any, *gradients_BT: Tensor | None) -> tuple[Tensor | None, ...]:

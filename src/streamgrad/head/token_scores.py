@@ -159,8 +159,6 @@ class _TokenScores(torch.autograd.Function):
     @in_head
     @labelled("token scores")
     def backward(ctx: Any, dlogprobs_N: Tensor | None, dentropy_N: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        if dlogprobs_N is None and dentropy_N is None:
-            return (None,) * 7
         hidden_NE, weight_VE, bias_V, lse_N, entropy_N, _ = ctx.saved_tensors
         if dlogprobs_N is None:
             dlogprobs_N = torch.zeros_like(lse_N)

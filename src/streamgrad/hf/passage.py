@@ -43,6 +43,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, passage: Passage, *tensors: Tensor) -> Tensor:
         ctx.passage = passage
+        ctx.set_materialize_grads(False)
         return tensors[0].new_zeros(())
 
     @staticmethod

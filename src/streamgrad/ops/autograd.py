@@ -51,8 +51,11 @@ def _outside_of_graphs(function: Callable[..., Any], *args: Any, **kwargs: Any) 
     return function(*args, **kwargs)
 
 
-def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+def first_order_only(backward: Callable[..., Any], *, even_undefined: bool = False) -> Callable[..., Any]:
     """Wrap the `backward` of an autograd function to raise where its result would be differentiated again.
+
+    Where no output has a gradient, neither has an input, as with torch's own functions: zeros in the place of None would let
+    optimizers decay weights that the loss does not depend on. `even_undefined` calls `backward` then too.
 
     torch's `once_differentiable` raises only if the incoming gradient itself needs one; with `create_graph=True` it would take
     the gradient of a loss for a constant. Inference mode, under which a layer could not be run again with a
@@ -66,12 +69,15 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
                 "backward was called with create_graph=True, and streamgrad computes first derivatives only. Leave create_graph "
                 "out, or call streamgrad.disable(model) for a step that differentiates gradients."
             )
-        batched = forward_ad._current_level >= 0 or peek_interpreter_stack() is not None
+        batched, defined = forward_ad._current_level >= 0 or peek_interpreter_stack() is not None, even_undefined
         for gradient in gradients:
-            # Which come in batches from `is_grads_batched=True`, without a transform of torch.func.
-            batched = batched or (gradient is not None and is_legacy_batchedtensor(gradient))
+            if gradient is not None:
+                # Which come in batches from `is_grads_batched=True`, without a transform of torch.func.
+                batched, defined = batched or is_legacy_batchedtensor(gradient), True
         if batched:
             refuse_transforms("backward", anyway=True)
+        if not defined:
+            return (None,) * len(ctx.needs_input_grad)
         if not torch.is_inference_mode_enabled():
             return backward(ctx, *gradients)
         with torch.inference_mode(False), torch.no_grad():

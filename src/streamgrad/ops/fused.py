@@ -74,6 +74,7 @@ class _RmsNorm(Function):
     def forward(ctx: Any, x: Tensor, weight_E: Tensor, norm: Norm) -> Tensor:
         out_NE, inverse_N1 = code_for(x).norm_forward(_rows(x), weight_E.detach(), norm.eps, norm.weight_offset)
         ctx.norm = norm
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight_E, inverse_N1)
         return own(out_NE, x.shape)
 
@@ -139,6 +140,7 @@ class _Gated(Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str, consumed: bool) -> Tensor:
         ctx.activation, ctx.consumed = activation, consumed
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(gate, up)
         return own(code_for(gate).gated_forward(_rows(gate), _rows(up), activation), gate.shape)
 
