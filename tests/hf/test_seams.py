@@ -8,6 +8,8 @@ import pytest
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, masking_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 import streamgrad
 from families import small_model
@@ -199,6 +201,86 @@ def test_attention_with_a_trained_factor_is_refused(name, chunk_size):
         model(input_ids=ids, labels=ids)
     getattr(attention, attribute).requires_grad_(False)
     model(input_ids=ids, labels=ids).loss.backward()
+
+
+class _Weighted(LlamaDecoderLayer):
+    """Scales what attention adds by its largest weights, where it is given any."""
+
+    def forward(self, hidden_states, **options):
+        out, weights = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **options)
+        hidden_states = hidden_states + (out if weights is None else out * (1 + weights.amax(-1).mean(1)[..., None]))
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class _Returning(LlamaDecoderLayer):
+    """Returns the weights of its attention beside its hidden states, as layers did."""
+
+    def forward(self, hidden_states, **options):
+        out, weights = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **options)
+        return hidden_states + out, weights
+
+
+def of_class(kind, implementation):
+    model = tiny_model("llama")
+    model.set_attn_implementation(implementation)
+    for layer in model.model.layers:
+        layer.__class__ = kind
+    return model
+
+
+@pytest.mark.parametrize("way", [{}, {"chunk_size": 4}, {"keep": "all"}], ids=str)
+def test_attention_weights_that_stock_attention_returns_are_not_taken_for_none(way):
+    ids = tokens(1, 9)
+    with pytest.raises(ValueError, match="read the weights of their attention.*sdpa"):
+        streamgrad.enable(of_class(_Weighted, "eager"), **way)(input_ids=ids, labels=ids)
+    batch = {"input_ids": ids, "labels": ids}
+    with no_float32():  # which returns None
+        expected = run_step(of_class(_Weighted, "sdpa"), batch)
+        assert_same_step(run_step(streamgrad.enable(of_class(_Weighted, "sdpa"), **way), batch), expected, 1e-10)
+
+
+@pytest.mark.parametrize("way", [{}, {"chunk_size": 4}, {"keep": "all"}], ids=str)
+def test_attention_weights_that_nobody_reads_may_be_returned(way):
+    def made():
+        model = of_class(_Returning, "eager")
+        for layer in model.model.layers:
+            layer.register_forward_hook(lambda module, args, out: out[0])
+        return model
+
+    batch = {"input_ids": tokens(1, 9), "labels": tokens(1, 9)}
+    with no_float32():
+        assert_same_step(run_step(streamgrad.enable(made(), **way), batch), run_step(made(), batch), 1e-10)
+
+
+def attending_with(implementation, name):
+    """A model whose attention passes an argument that its attention function need not read."""
+
+    class Attention(LlamaAttention):
+        def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **options):
+            shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+            heads = [each(hidden_states).view(shape).transpose(1, 2) for each in (self.q_proj, self.k_proj, self.v_proj)]
+            query, key = modeling_llama.apply_rotary_pos_emb(*heads[:2], *position_embeddings)
+            key, value = (key, heads[2]) if past_key_values is None else past_key_values.update(key, heads[2], self.layer_idx)
+            eager = modeling_llama.eager_attention_forward
+            attend = AttentionInterface().get_interface(self.config._attn_implementation, eager)
+            given = {name: torch.ones(4, dtype=torch.float64) if name == "s_aux" else 1.0}
+            out, _ = attend(self, query, key, value, attention_mask, scaling=self.scaling, **given)
+            return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), None
+
+    model = tiny_model("llama")
+    model.set_attn_implementation(implementation)
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Attention
+    return model
+
+
+@pytest.mark.parametrize("chunk_size", [4, 64])
+@pytest.mark.parametrize(("implementation", "name"), [("sdpa", "s_aux"), ("eager", "s_aux"), ("eager", "softcap")])
+def test_an_argument_that_stock_attention_lets_pass_is_refused(implementation, name, chunk_size):
+    ids = tokens(1, 9)
+    attending_with(implementation, name)(input_ids=ids, labels=ids).loss.backward()
+    with pytest.raises(ValueError, match=f"called with {name}, which {implementation} attention ignores"):
+        streamgrad.enable(attending_with(implementation, name), chunk_size=chunk_size, keep="input")(input_ids=ids, labels=ids)
 
 
 class _Numbered:

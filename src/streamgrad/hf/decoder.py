@@ -264,11 +264,11 @@ class _DecoderCall:
         self.dtype: torch.dtype | None = None  # of the hidden states that the plan was made with
         self.joint, self.ahead = Joint(), WeightsAhead(layers)
 
-    def streamed_forward(self, index: int) -> Callable[..., Tensor | tuple[Tensor | None, ...]]:
+    def streamed_forward(self, index: int) -> Callable[..., Tensor | tuple[Any, ...]]:
         """Return the streamed forward of layer `index`."""
         layer, planner = self.layers[index], self.stream.planner
 
-        def streamed(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor | None, ...]:
+        def streamed(*args: Any, **kwargs: Any) -> Tensor | tuple[Any, ...]:
             # Done in the call, so that the device computes the previous layer meanwhile.
             modules = modules_of(layer)
             for reason in (*layer_refusals(modules), *foreign_attention(attention_configs(modules), layer)):

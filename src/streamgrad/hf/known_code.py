@@ -46,6 +46,18 @@ def eager_attention_of(module: nn.Module) -> list[Any]:
     return found
 
 
+def reads_argument(function: Any, name: str) -> bool:
+    """Return whether a function has an argument of this name, or looks it up, and does not just let it pass.
+
+    What is passed as `s_aux` gpt-oss's own function reads off the module.
+    """
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return True
+    named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return name in named or name in code.co_consts or (name == "s_aux" and "sinks" in code.co_names)
+
+
 def _is_filled(cell: types.CellType) -> bool:
     try:
         return cell.cell_contents is not None

@@ -14,7 +14,7 @@ from streamgrad.engine.kv_chunk import Chunk, SeamError
 from streamgrad.engine.recurrent_chunk import RecurrentChunk
 from streamgrad.hf.patching import named_arguments, signature_of
 from streamgrad.hf.token_inputs import TokenInputs
-from streamgrad.hf.unusable import uncut
+from streamgrad.hf.unusable import NO_WEIGHTS, NoWeights, uncut
 
 CACHE_NAMES = ("past_key_values", "layer_past", "past_key_value", "cache_params")
 
@@ -44,7 +44,7 @@ class LayerArguments:
     mask_name: str
     token_inputs: TokenInputs
     cut: Sequence[str] = ()  # names of what is cut to a chunk
-    beside: tuple[None, ...] | None = None  # what the layer returns beside hidden states, where it returns a tuple
+    beside: tuple[NoWeights | None, ...] | None = None  # what the layer returns beside hidden states, where it returns a tuple
 
     @classmethod
     def bind(cls, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, LayerArguments]:
@@ -79,7 +79,7 @@ class LayerArguments:
                 others[self.mask_name] = _cut(self.mask_name, self.attention_mask, chunk)
         out = self.forward(h_BLE, **others)
         if isinstance(out, tuple):
-            if any(value is not None for value in out[1:]):
+            if any(value is not None and value is not NO_WEIGHTS for value in out[1:]):
                 raise SeamError(f"its layers return {len(out)} values, and only hidden states can be streamed")
             out, self.beside = out[0], out[1:]
         if not isinstance(out, Tensor) or out.shape[:2] != h_BLE.shape[:2]:

@@ -11,6 +11,7 @@ documents by restarting positions.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -27,7 +28,8 @@ from streamgrad.attention.masks import CausalMask, DenseMask
 from streamgrad.attention.streamed import streamed_attention
 from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, SeamError
 from streamgrad.engine.replay import as_autocast
-from streamgrad.hf.unusable import Unusable
+from streamgrad.hf.known_code import eager_attention_of, reads_argument
+from streamgrad.hf.unusable import NO_WEIGHTS, NoWeights, Unusable
 from streamgrad.ops.autograd import untraced
 
 IMPLEMENTATION = "streamgrad"
@@ -61,11 +63,11 @@ def stream_attention_forward(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, NoWeights | None]:
     """Attend with the queries of one chunk, by the contract of `sdpa_attention_forward`.
 
-    (B, H, L, D) in, ((B, L, H, D), None) out. The chunk is what the layer was given as its `attention_mask`, or all of a row that
-    is a tree, in a plain pass.
+    (B, H, L, D) in, ((B, L, H, D), weights) out, where the weights are None, or raise if stock attention returns some. The chunk
+    is what the layer was given as its `attention_mask`, or all of a row that is a tree, in a plain pass.
     """
     if by_position:
         raise SeamError(
@@ -82,6 +84,9 @@ def stream_attention_forward(
             raise SeamError(f"its attention is called with {name}={type(argument).__name__}, which streaming does not support")
     if type(scaling) not in _NUMBERS or type(softcap) not in _NUMBERS:
         _check_factors(scaling=scaling, softcap=softcap)
+    stock = _replaced.get(id(getattr(module, "config", None)), (None, 0))[0]
+    if s_aux is not None or softcap is not None:
+        _check_read(module, stock, s_aux=s_aux, softcap=softcap)
     if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         _check_explicit(attention_mask)
     if torch.is_autocast_enabled(query.device.type):
@@ -96,7 +101,7 @@ def stream_attention_forward(
         dropout=dropout,
         sink_H=s_aux,
     )
-    return out_BHLD.transpose(1, 2).contiguous(), None
+    return out_BHLD.transpose(1, 2).contiguous(), NO_WEIGHTS if stock == "eager" else None
 
 
 _NUMBERS = (float, type(None))
@@ -106,6 +111,24 @@ def _check_factors(**factors: Any) -> None:
     for name, factor in factors.items():
         if isinstance(factor, Tensor) and (factor.requires_grad or factor.numel() != 1):
             raise SeamError(f"its attention is called with {name}, a tensor that is trained or no single number")
+
+
+def _check_read(module: nn.Module, stock: str | None, **given: Any) -> None:
+    """Raise for an argument that stock attention would let pass, and streamed attention acts on."""
+    names = {name for name, value in given.items() if value is not None}
+    if names <= _read.get(module, {}).get(stock, set()):
+        return
+    functions = [each for each in eager_attention_of(module) if each is not None] if stock == "eager" else []
+    for name in names:
+        # What SDPA does with a softcap depends on the release: it raises, or leaves it out of a model that has one.
+        ignored = stock == "sdpa" and name == "s_aux"
+        if ignored or (functions and not any(reads_argument(each, name) for each in functions)):
+            raise SeamError(f"its attention is called with {name}, which {stock} attention ignores; leave it out")
+    _read.setdefault(module, {})[stock] = names
+
+
+# The arguments of attention that stock attention, by its name, is known to read in a module.
+_read: weakref.WeakKeyDictionary[nn.Module, dict[str | None, set[str]]] = weakref.WeakKeyDictionary()
 
 
 def _check_explicit(chunk: Chunk) -> None:

@@ -77,6 +77,18 @@ class NoCache(Unusable):
     )
 
 
+class NoWeights(Unusable):
+    name = "attention weights"
+    reason = (
+        "its layers read the weights of their attention, which eager attention returns and streamed attention never holds; if "
+        "they are not needed, use model.set_attn_implementation('sdpa'), which returns none"
+    )
+    error = SeamError
+
+
+NO_WEIGHTS = NoWeights()
+
+
 def uncut(name: str, value: Any, shapes: Sequence[Sequence[int]]) -> Any:
     """Return what stands for a layer's argument that nobody knows how to cut; most layers hand it on, and read it nowhere.
 
