@@ -97,3 +97,13 @@ def test_backward_over_a_few_keys_at_a_time(family, keep, monkeypatch):
         expected = run_step(model, batch)
         streamgrad.enable(model, chunk_size=7, keep=keep)
         assert_same_step(run_step(model, batch), expected, 1e-10)
+
+
+@pytest.mark.parametrize("chunk_size", [7, 21])
+def test_experts_without_width(chunk_size):
+    """A shared expert that a configuration leaves out is a linear map of no outputs."""
+    with pytest.warns(UserWarning, match="zero-element"):
+        stock, model = (tiny_model("deepseek_v3", n_shared_experts=0) for _ in range(2))
+    streamgrad.enable(model, chunk_size=chunk_size)
+    with no_float32():
+        assert_same_step(run_step(model, batches.plain(None)), run_step(stock, batches.plain(None)), 1e-10)

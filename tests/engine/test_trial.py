@@ -8,6 +8,7 @@ from types import MethodType
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import batches
 import streamgrad
@@ -223,9 +224,13 @@ def mixed_model(mixer: nn.Module, dtype: torch.dtype = torch.float64, family: st
 
 
 def assert_refused(model, match: str = "LlamaDecoderLayer 1") -> None:
+    assert_refused_step(model, batches.plain(model), match)
+
+
+def assert_refused_step(model, batch: dict, match: str) -> None:
     model.zero_grad()
     with pytest.raises(ValueError, match=match):
-        model(**batches.plain(model))
+        model(**batch)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -256,6 +261,86 @@ def test_a_scale_that_only_values_of_the_sequence_reach():
 
     model.model.layers[1].input_layernorm.register_forward_pre_hook(limited)
     assert_refused(streamgrad.enable(model, chunk_size=CHUNK))
+
+
+class OfOneToken(LlamaMLP):
+    """Does something else for one token, as code does that takes it for a step of decoding."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.shape[1] == 1 else 2 * super().forward(x)
+
+
+@pytest.mark.parametrize(("length", "chunk_size", "has_single"), [(9, 1, True), (9, 4, True), (33, 16, True), (32, 16, False)])
+def test_a_layer_that_is_another_for_one_token_is_refused_where_a_chunk_has_one(length, chunk_size, has_single):
+    model, batch = tiny_model("llama"), {"input_ids": tokens(1, length), "labels": tokens(1, length)}
+    for layer in model.model.layers:
+        layer.mlp.__class__ = OfOneToken
+    with no_float32():
+        expected = run_step(model, batch)
+        streamgrad.enable(model, chunk_size=chunk_size)
+        if has_single:
+            assert_refused_step(model, batch, "in chunks than for all at once")
+        else:
+            assert_same_step(run_step(model, batch), expected, 1e-10)
+
+
+class OfManyWeights(LlamaMLP):
+    """Reads the weight of a linear map by itself, and scales its gradient by that of all tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.wide.weight * 1
+        if weight.requires_grad:
+            weight.register_hook(lambda gradient: gradient / gradient.norm())
+        return super().forward(x) + nn.functional.linear(x, weight)[..., :WIDTH]
+
+
+@pytest.mark.parametrize("outputs", [100, 4000])
+def test_a_weight_that_is_read_elsewhere_is_compared_whatever_its_size(outputs):
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.mlp.__class__, layer.mlp.wide = OfManyWeights, nn.Linear(WIDTH, outputs, bias=False, dtype=torch.float64)
+    assert_refused(streamgrad.enable(model, chunk_size=CHUNK), "LlamaDecoderLayer 0 gives other outputs or gradients")
+
+
+class Calibrated(LlamaMLP):
+    """Sets the step of a quantiser by the tokens of its first call."""
+
+    is_set = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_set:
+            self.step.data.copy_(x.detach().abs().mean() * 0.5)
+            self.is_set = True
+        return super().forward(x + (x / self.step).detach().round() * self.step - x.detach())
+
+
+def calibrated_model():
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.mlp.__class__, layer.mlp.step = Calibrated, nn.Parameter(torch.ones((), dtype=torch.float64))
+    return model
+
+
+def test_a_parameter_that_the_first_chunk_would_set_is_refused_and_put_back():
+    model, batch = calibrated_model(), batches.plain(None)
+    mlp = model.model.layers[0].mlp
+    streamgrad.enable(model, chunk_size=CHUNK)
+    assert_refused_step(model, batch, "LlamaDecoderLayer 0 sets Calibrated.step in its first call.*before streamgrad.enable")
+    assert mlp.step == 1 and not mlp.is_set
+    streamgrad.disable(model)
+    with torch.no_grad():
+        model(**batch)
+    with no_float32():
+        expected = run_step(model, batch)
+        streamgrad.enable(model, chunk_size=CHUNK)
+        assert_same_step(run_step(model, batch), expected, 1e-10)
+
+
+def test_a_parameter_that_the_whole_sequence_sets():
+    batch = batches.plain(None)
+    with no_float32():
+        expected = run_step(calibrated_model(), batch)
+        assert_same_step(run_step(streamgrad.enable(calibrated_model(), chunk_size=64), batch), expected, 1e-10)
 
 
 def test_rows_do_not_hide_each_other():

@@ -7,7 +7,8 @@ import warnings
 import pytest
 import torch
 from tokenizers import Tokenizer, models
-from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
+from transformers import DataCollatorForLanguageModeling, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import streamgrad
 from gradients import assert_same_step, no_float32, run_step
@@ -94,6 +95,31 @@ def test_labels_predicted_from_padding_are_refused_with_eager_attention():
     streamgrad.disable(model)
     batch["labels"][1, 4] = batch["labels"][2, 9] = -100
     assert_exact(model, batch)
+
+
+class ShiftsItself(LlamaForCausalLM):
+    """Computes its loss as remote code did: it shifts the labels itself."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **options):
+        logits = self.lm_head(self.model(input_ids=input_ids, attention_mask=attention_mask)[0])
+        loss = torch.nn.CrossEntropyLoss()(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+@pytest.mark.parametrize("chunk_size", [4, 32])
+def test_a_model_that_shifts_labels_itself(chunk_size):
+    model, batch = tiny_model("llama"), collated()
+    model.__class__ = ShiftsItself
+    model.set_attn_implementation("eager")
+    streamgrad.enable(model, chunk_size=chunk_size)
+    with pytest.raises(ValueError, match=r"labels\[1, 4\] would be predicted from token 3"):
+        model(**batch)
+    streamgrad.disable(model)
+    batch["labels"][1, 4] = batch["labels"][2, 9] = -100
+    with no_float32():
+        expected = run_step(model, batch)
+        streamgrad.enable(model, chunk_size=chunk_size)
+        assert_same_step(run_step(model, batch), expected, 1e-10)
 
 
 # --- 4-D masks ----------------------------------------------------------------------------------------------------------

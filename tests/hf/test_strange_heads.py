@@ -8,6 +8,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
+from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import batches
 import streamgrad
@@ -217,3 +219,39 @@ def test_backward_hooks_inside_a_head_are_refused():
     streamgrad.enable(model, **OPTIONS)
     with pytest.raises(ValueError, match="backward hook on the language-modelling head"):
         model(**batches.plain(model))
+
+
+def test_a_hook_that_changes_the_logits_is_named():
+    model = tiny_model("llama")
+    model.lm_head.register_forward_hook(lambda module, args, logits: logits * 2)
+    streamgrad.enable(model, **OPTIONS)
+    with pytest.raises(ValueError, match="a forward hook on its head changes the logits.*remove it"):
+        model(**batches.plain(model))
+
+
+class OfTwoTerms(LlamaForCausalLM):
+    """Adds to the loss, which it has from its own class, one of hidden states."""
+
+    def forward(self, input_ids=None, labels=None, **options):
+        output = super().forward(input_ids=input_ids, labels=labels, output_hidden_states=True, **options)
+        if labels is not None:
+            output.loss = output.loss + 0.1 * output.hidden_states[-1].pow(2).mean()
+        return output
+
+
+class OfItsOwnLoss(LlamaForCausalLM):
+    def forward(self, input_ids=None, labels=None, **options):
+        logits = self.lm_head(self.model(input_ids=input_ids)[0])
+        return CausalLMOutputWithPast(loss=F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), logits=logits)
+
+
+@pytest.mark.parametrize("kind", [OfTwoTerms, OfItsOwnLoss])
+def test_a_forward_of_the_users_own_is_told_to_stream_its_layers_alone(kind):
+    """And that is then exact."""
+    stock, model = tiny_model("llama"), tiny_model("llama")
+    stock.__class__ = model.__class__ = kind
+    with pytest.raises(ValueError, match=r"cannot be streamed: .* Call streamgrad.enable\(model.get_decoder\(\)\)"):
+        streamgrad.enable(model, **OPTIONS)
+    streamgrad.enable(model.get_decoder(), chunk_size=7)
+    with no_float32():
+        assert_same_step(run_step(model, batches.plain(model)), run_step(stock, batches.plain(stock)), 1e-10)

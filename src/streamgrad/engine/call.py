@@ -137,7 +137,9 @@ class StreamedCall:
 
     def trial(self, length: int) -> Trial:
         """Return what shows, before the first step in chunks, whether chunks give what the whole sequence would."""
-        return Trial(self.modules, self.name, partial(self._run_alone, length), self.adapters, self.called_as)
+        has_single = any(stop - start == 1 for start, stop in self.spans(length))
+        run = partial(self._run_alone, length)
+        return Trial(self.modules, self.name, run, self.adapters, self.called_as, has_single=has_single)
 
     def _run_alone(self, length: int, h_BNE: Tensor, parts: Sequence[Span]) -> Tensor:
         """Run the layer on parts of few tokens, each of which sees itself only, in the last places of the sequence."""

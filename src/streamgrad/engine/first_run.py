@@ -5,7 +5,8 @@
 Forward makes no graphs otherwise. So a tensor that a layer keeps would be a constant to whoever reads it: a program whose loss
 it is part of, a later layer, or the layer's own next call, of a weight that it makes once. Here it has its graph. What is made
 of the layer's input is refused as soon as the chunk is gone; what is made of parameters, where a layer reads it again
-(`check_leaves`).
+(`check_leaves`). A layer that sets a parameter by the tokens of its first call, as the scale of a quantiser, would set it by a
+chunk of them, and is refused too, with all as it was.
 
 A weight that is made in every call, and left on a module, may be part of a loss of the program: of a gate that is to be sparse,
 or of a weight that is pruned. So the last chunk of such layers runs with a graph in every step.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,9 @@ from streamgrad.engine.kept_graphs import Graphs, keeping, keeps_on_a_module, le
 from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.module_walk import modules_of, parameters_in
 from streamgrad.ops.autograd import own_graph
+
+# The most elements of a parameter or buffer that may be a scale.
+_LARGEST_SCALE = 1 << 16
 
 # Layers that leave a tensor made of their parameters on a module.
 _LEAVING: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -47,15 +52,17 @@ class FirstRun:
     Args:
         modules: of the layer, which is the first.
         of_input: whether the input needs a gradient, so that what is made of it may not be kept.
+        of_part: whether what it runs on is a part of the sequence.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], name: str, *, of_input: bool) -> None:
-        self._layer, self._name, self._of_input = modules[0], name, of_input
+    def __init__(self, modules: Sequence[nn.Module], name: str, *, of_input: bool, of_part: bool) -> None:
+        self._layer, self._name, self._of_input, self._of_part = modules[0], name, of_input, of_part
         self._graphs: Graphs | None = None
 
     def __call__(self, run: Callable[[Tensor], Tensor], h_BLE: Tensor) -> Tensor:
         """Return `run(h_BLE)` with its graph."""
         before = tensors_on_modules(modules_of(self._layer))
+        scales = _Scales(modules_of(self._layer)) if self._of_part else None
         leaf_BLE = h_BLE.detach().requires_grad_(self._of_input)
         self._graphs = Graphs([leaf_BLE])
         with with_graph():
@@ -65,6 +72,11 @@ class FirstRun:
             out_BLE = run(given_BLE)
         if given_BLE._version != version:
             raise changed_in_place()
+        if scales is not None and (which := scales.put_back()) is not None:
+            raise SeamError(
+                f"{self._name} sets {which} in its first call, by the tokens that it is given, which would be those of a chunk; "
+                "call the model once under torch.no_grad() before streamgrad.enable(model)"
+            )
         modules = modules_of(self._layer)  # of which some may be new
         leaves = [leaf_BLE, *parameters_in(modules)]
         if keeps_on_a_module(out_BLE, modules, leaves, before):
@@ -76,3 +88,36 @@ class FirstRun:
         """Raise if a tensor of the graph is there, once the caller has dropped it."""
         if self._graphs is not None and self._graphs.are_held(modules_of(self._layer)):
             raise SeamError(keeping(self._name))
+
+
+class _Scales:
+    """The values of modules' small parameters, and their plain numbers and switches."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._tensors = [
+            (f"{type(module).__name__}.{name}", tensor, tensor.detach().clone())
+            for module in modules
+            for name, tensor in module._parameters.items()
+            if type(tensor) is nn.Parameter and not tensor.is_meta and tensor.numel() <= _LARGEST_SCALE
+        ]
+        self._plain = [(module, _plain_of(module)) for module in modules]
+
+    def put_back(self) -> str | None:
+        """Return which parameter has other values than before, if one has, and set everything back then."""
+        found = next((name for name, tensor, values in self._tensors if not _same(tensor, values)), None)
+        if found is not None:
+            for _, tensor, values in self._tensors:
+                tensor.data.copy_(values)
+            for module, before in self._plain:
+                for name in _plain_of(module).keys() - before.keys():
+                    delattr(module, name)
+                vars(module).update(before)
+        return found
+
+
+def _plain_of(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if type(value) in (bool, int, float)}
+
+
+def _same(tensor: Tensor, values: Tensor) -> bool:
+    return torch.equal(tensor.detach().nan_to_num(), values.nan_to_num())

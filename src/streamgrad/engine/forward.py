@@ -82,7 +82,7 @@ def run_forward(
     trial = call.trial(h_BTE.shape[1]) if len(spans) > 1 else None
     first_run = None
     if guard is not None and (is_to_be_watched(call.modules) if trial is None else trial.is_due(h_BTE, before_backward=True)):
-        first_run = FirstRun(call.modules, call.name, of_input=h_BTE.requires_grad)
+        first_run = FirstRun(call.modules, call.name, of_input=h_BTE.requires_grad, of_part=trial is not None)
     with call.surroundings():
         # Detached, else chunks would require a gradient, and hooks on submodules would see that.
         return _ForwardPass(call, h_BTE.detach(), stream, tape, drawing, guard, kept, trial, first_run).run(spans), stream

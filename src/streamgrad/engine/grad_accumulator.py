@@ -13,6 +13,7 @@ Shapes: N tokens, I inputs, O outputs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -237,6 +238,10 @@ def may_be_deferred(dtype: torch.dtype) -> bool:
     return dtype is not torch.float32
 
 
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])  # of a width that may be 0
+
+
 class _Product(Function):
     """Computes `F.linear(hidden, weight, bias)` of real numbers, defers it if it is given a label, or is given it.
 
@@ -269,8 +274,8 @@ class _Product(Function):
     @first_order_only
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight_OI = ctx.saved_tensors
-        dout_NO = dout.reshape(-1, dout.shape[-1])
-        hidden_NI: Any = None if hidden is None else hidden.reshape(-1, hidden.shape[-1])
+        dout_NO = _rows(dout)
+        hidden_NI: Any = None if hidden is None else _rows(hidden)
         accumulator: GradAccumulator | None = ctx.accumulator
         # A layer may call torch.autograd.grad for the gradient of another tensor, which is no part of the weight's.
         if accumulator is not None and torch._C._will_engine_execute_node(ctx.next_functions[0][0]):

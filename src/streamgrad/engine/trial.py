@@ -81,6 +81,7 @@ class Trial:
         least: the fewest tokens that a chunk may have.
         mixes_by_states: the layer hands states from token to token, so tokens do depend on earlier ones.
         is_scaled_later: gradients are computed before the loss's own is known, so they must be linear in it.
+        has_single: a chunk of the sequence has one token, as code may take for a step of decoding.
     """
 
     modules: Sequence[nn.Module]
@@ -91,9 +92,10 @@ class Trial:
     least: int = 1
     mixes_by_states: bool = False
     is_scaled_later: bool = False
+    has_single: bool = False
 
     def __post_init__(self) -> None:
-        self.contents: Hashable = (self.called_as, contents_of(self.modules, self.adapters))
+        self.contents: Hashable = (self.called_as, self.has_single, contents_of(self.modules, self.adapters))
 
     def is_due(self, h_BTE: Tensor, *, before_backward: bool) -> bool:
         """Return whether none has passed for such a step of the layer, which is called with `h_BTE`."""
@@ -138,7 +140,7 @@ class Trial:
                 if not torch.is_inference_mode_enabled() and keeps_a_graph(self._run_whole, draw().requires_grad_(), modules):
                     raise SeamError(keeping(self.name))
                 with without_draws(modules, self.name, self._run_whole, draw, devices):
-                    parts = _cut(tokens, self.least)
+                    parts = _cut(tokens, self.least, has_single=self.has_single)
                     # What is not finite for random tokens may be for those of the sequence.
                     passed = self._check_chunks(draw, parts) or self._check_chunks(partial(draw, of_sequence=True), parts)
             finally:
@@ -165,7 +167,8 @@ class Trial:
             differs_BN, gradients_differ = found
             suspects_BN = differs_BN if suspects_BN is None else suspects_BN & differs_BN
             if _precision(h_BNE) == "16 bits":
-                differ = suspects_BN.any() or any(differs_BN[:, slice(*span)].all(dim=1).any() for span in parts)
+                several = [slice(start, stop) for start, stop in parts if stop - start > 1]
+                differ = suspects_BN.any() or any(differs_BN[:, span].all(dim=1).any() for span in several)
             else:
                 differ = differs_BN.any()
             if not differ and not gradients_differ:
@@ -193,7 +196,7 @@ class Trial:
             raise SeamError(f"a buffer or parameter of {self.name} is modified in place whenever it is called")
         if not whole.values_BNE.isfinite().all():
             return None
-        inputs = [h_BNE, *_worth_comparing(modules)] if whole.values_BNE.requires_grad else []
+        inputs = [h_BNE, *_worth_comparing(modules, whole.values_BNE)] if whole.values_BNE.requires_grad else []
         self._check_injected(whole, inputs)
         # A large one too: a limit on the gradient of all tokens may act on that alone.
         dout_BNE, scale = _dout_of(whole.values_BNE), _large_scale(whole.values_BNE)
@@ -320,22 +323,37 @@ def _token_difference(actual_BNE: Tensor, expected_BNE: Tensor, h_BNE: Tensor | 
     return error / (change + 0.4 * whole).clamp(min=1e-30)
 
 
-def _worth_comparing(modules: Sequence[nn.Module]) -> list[Tensor]:
+def _worth_comparing(modules: Sequence[nn.Module], out_BNE: Tensor) -> list[Tensor]:
     """Return the trainable parameters but for weights of torch's own linear maps, whose gradients are sums over tokens.
 
-    Those of few elements are compared too, and the largest of other modules are not: a layer's experts may have gigabytes.
+    Those of few elements are compared too, and those that the graph of the output does something else with than multiply. The
+    largest of other modules are not: a layer's experts may have gigabytes.
     """
-    sums = {id(module.weight) for module in modules if nobody_watches(module)}
+    linear = {id(module.weight): module.weight for module in modules if nobody_watches(module)}
+    others = _read_otherwise(out_BNE) & set(linear)
+    sums = set(linear) - others
     trained = [p for p in parameters_in(modules) if p.requires_grad]
-    return [p for p in trained if p.numel() <= (_LARGEST_OF_A_SUM if id(p) in sums else _LARGEST_COMPARED)]
+    return [p for p in trained if id(p) in others or p.numel() <= (_LARGEST_OF_A_SUM if id(p) in sums else _LARGEST_COMPARED)]
 
 
-def _cut(tokens: int, least: int) -> list[Span]:
-    """Return two or three spans whose lengths have no common divisor, as far as so few tokens allow it."""
+def _read_otherwise(out_BNE: Tensor) -> set[int]:
+    """Return the ids of leaves that a graph reads by other functions than products with a transposed weight, or their casts."""
+    casts = {"ToCopyBackward0"} if torch.is_autocast_enabled(out_BNE.device.type) else set()
+    multiplied = {"TBackward0", "LinearBackward0"} | casts
+    return {
+        id(leaf.variable)
+        for node in nodes_from(out_BNE.grad_fn)
+        for leaf, _ in node.next_functions
+        if hasattr(leaf, "variable") and node.name() not in multiplied and "CompiledFunction" not in node.name()
+    }
+
+
+def _cut(tokens: int, least: int, *, has_single: bool) -> list[Span]:
+    """Return two or three spans whose lengths have no common divisor, as far as so few tokens allow it, and perhaps one token."""
     first = max(least, tokens // 6)
     second = max(first + least, 5 * tokens // 9)
-    borders = [0, first, *([second] if tokens - second >= least else []), tokens]
-    return list(itertools.pairwise(borders))
+    borders = {0, first, *([second] if tokens - second >= least else []), tokens}
+    return list(itertools.pairwise(sorted(borders | ({tokens - 1} if has_single else set()))))
 
 
 def _stand_ins(modules: Sequence[nn.Module]) -> dict[int, Tensor]:

@@ -181,6 +181,12 @@ class _Stub(nn.Module):
         return self.value
 
 
+_LAYERS_ALONE = (
+    "Call streamgrad.enable(model.get_decoder()) in place of streamgrad.enable(model): its layers are then streamed, and its own "
+    "head and loss run as they are, on logits of the whole sequence."
+)
+
+
 def traced_logit_map(model: PreTrainedModel, decoder: nn.Module, head: nn.Module) -> LogitMap | None:
     """Return what `type(model).forward` does to the logits before its loss, by running it on a copy whose children are stubs.
 
@@ -215,11 +221,12 @@ def traced_logit_map(model: PreTrainedModel, decoder: nn.Module, head: nn.Module
     try:
         type(model).forward(probe, input_ids=tokens, labels=tokens, **without)
     except SeamError as error:
-        raise cannot_be_streamed(model, error) from error
+        raise cannot_be_streamed(model, error, remedy=_LAYERS_ALONE) from error
     except Exception as error:
-        raise cannot_be_streamed(model, f"its forward with labels could not be followed ({error})") from error
+        reason = f"its forward with labels could not be followed ({error})"
+        raise cannot_be_streamed(model, reason, remedy=_LAYERS_ALONE) from error
     if len(recorded) != 1 or not isinstance(recorded[0], LogitsPlaceholder):
-        raise cannot_be_streamed(model, "its forward does not pass the logits to self.loss_function")
+        raise cannot_be_streamed(model, "its forward does not pass the logits to self.loss_function", remedy=_LAYERS_ALONE)
     return recorded[0].logit_map
 
 
@@ -238,7 +245,8 @@ def causal_lm_forward(model: Any, stock: Callable[..., Any], stream: HeadStream,
         restore.enter_context(stream.in_use.claimed(type(model).__name__, alone=computes_loss))
         reason: str | None = "it was called without labels, as by Trainer for label_smoothing_factor and compute_loss_func"
         if computes_loss and stream.logit_map is None:
-            check_labels(model, arguments | {"shift_labels": arguments["labels"]})
+            for shifted in ({}, {"shift_labels": arguments["labels"]}):  # Bart's own loss takes labels as they are, others shift
+                check_labels(model, arguments | shifted)
             reason = "its forward computes the loss from full logits itself"
         elif computes_loss:
             check_labels(model, arguments)
@@ -335,6 +343,8 @@ class _HeadJob:
             # An engine that casts what modules return has copied the placeholder to a dict.
             logits = LogitsPlaceholder(logits["ticket"])
         if not isinstance(logits, LogitsPlaceholder) or logits.logit_map != self.logit_map or not self.is_done:
+            if self.head._forward_hooks:
+                raise SeamError("a forward hook on its head changes the logits, which are never made while streaming; remove it")
             raise SeamError("its forward treats the logits differently from when it was enabled; enable it again")
         returned = logits["ticket"].dtype
         if torch.promote_types(returned, self.dtype) != returned:
