@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import batches
 import streamgrad
@@ -97,6 +98,41 @@ def test_backward_over_a_few_keys_at_a_time(family, keep, monkeypatch):
         expected = run_step(model, batch)
         streamgrad.enable(model, chunk_size=7, keep=keep)
         assert_same_step(run_step(model, batch), expected, 1e-10)
+
+
+class Mapped(nn.Module):
+    """Adds a product with its own weight, token by token under a transform."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.weight = inner, nn.Parameter(0.1 * torch.ones(24, 24, dtype=torch.float64).triu())
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return self.inner(h) + torch.vmap(lambda row: nn.functional.linear(row, self.weight))(h)
+
+
+@pytest.mark.parametrize("keep", ["input", "attention"])
+def test_a_product_inside_a_transform(keep):
+    stock, model = (tiny_model("llama") for _ in range(2))
+    for each in (stock, model):
+        each.model.layers[1].mlp = Mapped(each.model.layers[1].mlp)
+    streamgrad.enable(model, chunk_size=7, keep=keep)
+    with no_float32():
+        expected = run_step(stock, batches.plain(None))
+        for _ in range(3):
+            assert_same_step(run_step(model, batches.plain(None)), expected, 1e-10)
+
+
+def test_embeddings_that_were_looked_up_in_inference_mode():
+    def forward(model, batch):
+        with torch.inference_mode():
+            embeddings = model.get_input_embeddings()(batch["input_ids"])
+        return model(inputs_embeds=embeddings, labels=batch["labels"]).loss
+
+    model = streamgrad.enable(tiny_model("llama"), chunk_size=7)
+    with no_float32():
+        expected = run_step(tiny_model("llama"), batches.plain(None), forward=forward)
+        assert_same_step(run_step(model, batches.plain(None), forward=forward), expected, 1e-10)
 
 
 @pytest.mark.parametrize("chunk_size", [7, 21])

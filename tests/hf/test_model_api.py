@@ -7,6 +7,9 @@ import copy
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaModel
 
 import batches
 import streamgrad
@@ -217,6 +220,38 @@ def count_layer_calls(model, batch) -> int:
     run_step(model, batch)
     handle.remove()
     return calls
+
+
+class Checkpointing(LlamaModel):
+    """Checkpoints its layers itself, as decoders of remote code do."""
+
+    gradient_checkpointing = False
+
+    def forward(self, input_ids=None, attention_mask=None, past_key_values=None, **options):
+        h, positions = self.embed_tokens(input_ids), torch.arange(input_ids.shape[1])[None]
+        mask = create_causal_mask(
+            config=self.config, inputs_embeds=h, attention_mask=None, past_key_values=None, position_ids=positions
+        )
+        angles = self.rotary_emb(h, positions)
+        for layer in self.layers:
+            call = layer.__call__
+            if self.gradient_checkpointing and self.training:
+                h = self._gradient_checkpointing_func(call, h, mask, positions, None, False, angles)
+            else:
+                h = call(h, mask, positions, past_key_values, False, angles)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(h))
+
+
+@pytest.mark.parametrize("keep", ["input", "attention", "all", "auto"])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_decoder_that_checkpoints_its_layers_itself(use_reentrant, keep):
+    stock, model = tiny_model("llama"), tiny_model("llama")
+    stock.model.__class__ = model.model.__class__ = Checkpointing
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    streamgrad.enable(model, keep=keep, **OPTIONS)
+    with no_float32():
+        assert_same_step(run_step(model, batches.plain(None)), run_step(stock, batches.plain(None)), 1e-10)
+    assert model.model.gradient_checkpointing
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

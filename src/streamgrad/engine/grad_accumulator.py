@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.nn import functional as F
 
 from streamgrad.engine.replay import as_autocast
@@ -52,7 +53,8 @@ class GradAccumulator(Tensor):
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if function is F.linear and len(args) > 1 and isinstance(args[1], GradAccumulator) and args[1].dim() == 2:
+            is_weight = function is F.linear and len(args) > 1 and isinstance(args[1], GradAccumulator) and args[1].dim() == 2
+            if is_weight and peek_interpreter_stack() is None:  # else a transform takes the product apart
                 return linear(*args, **(kwargs or {}))
             return function(*args, **(kwargs or {}))
 

@@ -44,6 +44,8 @@ def run_layer(call: StreamedCall, h_BTE: Tensor) -> tuple[Tensor, ...]:
     """Return the layer's hidden states, and after them what its chunks record."""
     with naming_shortage(lambda: call.shortage(h_BTE.shape, "ran forward")):
         with_grad = torch.is_grad_enabled()
+        if with_grad and h_BTE.is_inference():
+            h_BTE = h_BTE.clone()  # of embeddings that were looked up in inference mode, and cannot be saved for backward
         if with_grad and call.policy.keep == "all" and call.may_keep_graph:
             return call.with_ordinary_graph(h_BTE)
         parameters = [parameter for parameter in call.parameters if parameter.requires_grad] if with_grad else []

@@ -238,7 +238,7 @@ def _streamed_layers(decoder: Any, layers: list[nn.Module], stream: DecoderStrea
         restore.enter_context(not_compiled(layers))
         forwards += [(part, "forward", _drawing_alone(own_forward(part))) for part in rest if isinstance(part, _DropoutNd)]
         restore.enter_context(temporary_attributes(forwards))
-        restore.enter_context(not_checkpointed(layers))
+        restore.enter_context(not_checkpointed([*layers, *rest]))  # older decoders checkpoint their layers themselves
         yield
 
 
