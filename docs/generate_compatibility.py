@@ -114,7 +114,7 @@ def refusal(model) -> str:
                 raise
         else:
             raise AssertionError(f"{type(model).__name__} is streamed, but tests/support has its family among the refused")
-    reason = re.sub(r"\.( (Call streamgrad.disable|Train it without streamgrad).*)?$", "", reason)
+    reason = re.sub(r"\.( (Call streamgrad.disable|Train it without streamgrad|If its layers can be streamed).*)?$", "", reason)
     reason = re.sub(r"^\w+ has the scan", "it has the scan", reason)
     return re.sub(r"^\w+, which get_decoder\(\) returns,", "what `get_decoder()` returns", reason)
 

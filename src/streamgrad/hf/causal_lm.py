@@ -182,8 +182,8 @@ class _Stub(nn.Module):
 
 
 _LAYERS_ALONE = (
-    "Call streamgrad.enable(model.get_decoder()) in place of streamgrad.enable(model): its layers are then streamed, and its own "
-    "head and loss run as they are, on logits of the whole sequence."
+    "If its layers can be streamed, streamgrad.enable(model.get_decoder()) streams them alone: its own head and loss then run as "
+    "they are, on logits of the whole sequence."
 )
 
 
