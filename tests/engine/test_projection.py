@@ -101,6 +101,29 @@ def test_an_adapter_that_is_switched_between_steps():
             assert_same_step(run_step(model, batch), run_step(stock, batch), 1e-10)
 
 
+class Mapped(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return torch.func.vmap(self.inner)(x)
+
+
+def test_a_map_inside_a_transform_multiplies():
+    def made():
+        model = tiny_model("llama")
+        for layer in model.model.layers:
+            layer.self_attn.o_proj = Mapped(layer.self_attn.o_proj)
+        return model
+
+    ids, streamed = tokens(1, 21), streamgrad.enable(made(), chunk_size=7, offload="host", **OPTIONS)
+    with no_float32():
+        expected = run_step(made(), {"input_ids": ids, "labels": ids})
+        for _ in range(4):
+            assert_same_step(run_step(streamed, {"input_ids": ids, "labels": ids}), expected, 1e-10)
+
+
 @pytest.mark.parametrize("chunk_size", [7, 21])
 def test_backward_twice(chunk_size):
     ids, streamed = tokens(2, 21), streamgrad.enable(tiny_model("llama"), chunk_size=chunk_size, offload="host", **OPTIONS)

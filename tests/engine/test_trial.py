@@ -336,6 +336,25 @@ def test_a_parameter_that_the_first_chunk_would_set_is_refused_and_put_back():
         assert_same_step(run_step(model, batch), expected, 1e-10)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.float8_e4m3fn, torch.complex64, torch.int8])
+def test_small_parameters_of_any_dtype_are_looked_at(dtype):
+    class Scaled(LlamaMLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale.to(torch.float64 if not dtype.is_complex else dtype).real.to(x.dtype)
+
+    def made():
+        model = tiny_model("llama")
+        for layer in model.model.layers:
+            layer.mlp.__class__ = Scaled
+            layer.mlp.scale = nn.Parameter(torch.full((WIDTH,), 2.0).to(dtype), requires_grad=False)
+        return model
+
+    batch = batches.plain(None)
+    with no_float32():
+        expected = run_step(made(), batch)
+        assert_same_step(run_step(streamgrad.enable(made(), chunk_size=CHUNK), batch), expected, 1e-10)
+
+
 def test_a_parameter_that_the_whole_sequence_sets():
     batch = batches.plain(None)
     with no_float32():

@@ -24,6 +24,7 @@ from streamgrad.engine.kv_chunk import Attended, Chunk
 from streamgrad.engine.linear_maps import Noting, is_plain_linear
 from streamgrad.engine.temporary import temporary_attributes
 from streamgrad.engine.unread import is_left_out
+from streamgrad.ops.autograd import in_transform
 
 # The map of each layer that has run, or none. A map may hold on to its layer, by a hook that somebody has given it.
 _READERS: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
@@ -84,7 +85,7 @@ def _multiplies(module: nn.Module) -> bool:
 
 def _reads(args: tuple[Any, ...], attended: Attended | None) -> bool:
     """Return whether a map is called with nothing but what attention has returned."""
-    if attended is None or len(args) != 1 or type(args[0]) is not Tensor:
+    if attended is None or len(args) != 1 or type(args[0]) is not Tensor or in_transform():
         return False
     ours, theirs = args[0], attended.out_BHLD
     return ours.numel() == theirs.numel() and ours.untyped_storage()._cdata == theirs.untyped_storage()._cdata
