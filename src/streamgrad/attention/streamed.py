@@ -176,7 +176,7 @@ class _StreamedAttention(Function):
         value_BGLD: Tensor,
         sink_H: Tensor | None,
     ) -> Tensor:
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         query_BHLD = with_dense_rows(chunk.sharing.to_heads(query_BHLD))
         done = chunk.kept
         if done is None:

@@ -137,7 +137,7 @@ class StreamedCall:
 
     def trial(self, length: int) -> Trial:
         """Return what shows, before the first step in chunks, whether chunks give what the whole sequence would."""
-        has_single = any(stop - start == 1 for start, stop in self.spans(length))
+        has_single = 1 in [stop - start for start, stop in self.spans(length)]
         run = partial(self._run_alone, length)
         return Trial(self.modules, self.name, run, self.adapters, self.called_as, has_single=has_single)
 

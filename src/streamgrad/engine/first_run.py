@@ -95,7 +95,7 @@ class _Scales:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._tensors = [
-            (f"{type(module).__name__}.{name}", tensor, tensor.detach().clone())
+            (f"{type(module).__name__}.{name}", tensor, tensor._version, tensor.detach().clone())
             for module in modules
             for name, tensor in module._parameters.items()
             if type(tensor) is nn.Parameter and not tensor.is_meta and tensor.numel() <= _LARGEST_SCALE
@@ -104,9 +104,11 @@ class _Scales:
 
     def put_back(self) -> str | None:
         """Return which parameter has other values than before, if one has, and set everything back then."""
-        found = next((name for name, tensor, values in self._tensors if not _same(tensor, values)), None)
+        # What is changed in place by an operation that autograd sees is refused elsewhere, whenever it happens.
+        unseen = ((name, tensor, values) for name, tensor, version, values in self._tensors if tensor._version == version)
+        found = next((name for name, tensor, values in unseen if not _same(tensor, values)), None)
         if found is not None:
-            for _, tensor, values in self._tensors:
+            for _, tensor, _, values in self._tensors:
                 tensor.data.copy_(values)
             for module, before in self._plain:
                 for name in _plain_of(module).keys() - before.keys():

@@ -68,7 +68,7 @@ class _Product(Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Any, label: Any, given: Tensor | None) -> Tensor:
         ctx.weight = weight
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         return _deferred(hidden, weight, label) if given is None else given.detach()
 
     @staticmethod

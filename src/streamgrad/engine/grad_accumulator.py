@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import peek_interpreter_stack
+from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch.nn import functional as F
 
 from streamgrad.engine.replay import as_autocast
@@ -54,7 +54,8 @@ class GradAccumulator(Tensor):
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             is_weight = function is F.linear and len(args) > 1 and isinstance(args[1], GradAccumulator) and args[1].dim() == 2
-            if is_weight and peek_interpreter_stack() is None:  # else a transform takes the product apart
+            transform = peek_interpreter_stack()  # of torch.func, which takes the product apart; a compiler's does not
+            if is_weight and (transform is None or transform.key() == TransformType.Functionalize):
                 return linear(*args, **(kwargs or {}))
             return function(*args, **(kwargs or {}))
 
@@ -171,7 +172,7 @@ class _Added(Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, into: _Sum) -> Tensor:
         ctx.into = into
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         return own(parameter.detach())
 
     @staticmethod
@@ -240,10 +241,6 @@ def may_be_deferred(dtype: torch.dtype) -> bool:
     return dtype is not torch.float32
 
 
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])  # of a width that may be 0
-
-
 class _Product(Function):
     """Computes `F.linear(hidden, weight, bias)` of real numbers, defers it if it is given a label, or is given it.
 
@@ -261,7 +258,7 @@ class _Product(Function):
         given: Tensor | None,
     ) -> Tensor:
         ctx.accumulator = accumulator
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         # As F.linear does: the input of a frozen weight is neither held nor watched.
         hidden_is_read = accumulator is not None or ctx.needs_input_grad[2]
         weight_is_read = accumulator is not None or ctx.needs_input_grad[1]
@@ -276,8 +273,9 @@ class _Product(Function):
     @first_order_only
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight_OI = ctx.saved_tensors
-        dout_NO = _rows(dout)
-        hidden_NI: Any = None if hidden is None else _rows(hidden)
+        # Not by -1, which says nothing of a width of 0.
+        dout_NO = dout.reshape(math.prod(dout.shape[:-1]), dout.shape[-1])
+        hidden_NI: Any = None if hidden is None else hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])
         accumulator: GradAccumulator | None = ctx.accumulator
         # A layer may call torch.autograd.grad for the gradient of another tensor, which is no part of the weight's.
         if accumulator is not None and torch._C._will_engine_execute_node(ctx.next_functions[0][0]):

@@ -85,7 +85,7 @@ class _StreamedLayer(torch.autograd.Function):
         parameters = tensors[len(call.token_inputs) :]
         ctx.call, ctx.parameters = call, parameters
         ctx.versions = [tensor._version for tensor in call.token_inputs]
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         ctx.autocast, ctx.tape = Autocast(h_BTE.device.type), call.random_tape(h_BTE)
         ctx.guard, ctx.kept = RerunGuard(call.modules, parameters, call.name, call.adapters), _kept(call, h_BTE)
         ctx.h_shape, ctx.h_dtype = h_BTE.shape, h_BTE.dtype

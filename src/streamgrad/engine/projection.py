@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from streamgrad.engine.four_bit_maps import four_bit_product, is_four_bit_linear
 from streamgrad.engine.grad_accumulator import GradAccumulator, linear
@@ -85,7 +86,8 @@ def _multiplies(module: nn.Module) -> bool:
 
 def _reads(args: tuple[Any, ...], attended: Attended | None) -> bool:
     """Return whether a map is called with nothing but what attention has returned."""
-    if attended is None or len(args) != 1 or type(args[0]) is not Tensor or in_transform():
+    # A fake tensor in dry runs, which count what is kept.
+    if attended is None or len(args) != 1 or type(args[0]) not in (Tensor, FakeTensor) or in_transform():
         return False
     ours, theirs = args[0], attended.out_BHLD
     return ours.numel() == theirs.numel() and ours.untyped_storage()._cdata == theirs.untyped_storage()._cdata

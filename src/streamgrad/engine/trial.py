@@ -95,14 +95,16 @@ class Trial:
     has_single: bool = False
 
     def __post_init__(self) -> None:
-        self.contents: Hashable = (self.called_as, self.has_single, contents_of(self.modules, self.adapters))
+        self.contents: Hashable = (self.called_as, contents_of(self.modules, self.adapters))
 
     def is_due(self, h_BTE: Tensor, *, before_backward: bool) -> bool:
         """Return whether none has passed for such a step of the layer, which is called with `h_BTE`."""
         tokens = min(_MOST_TOKENS, h_BTE.shape[1])
         if h_BTE.is_meta or tokens < 2 * self.least:
             return False
-        return (tokens, before_backward, self.contents) not in _PASSED.get(self.modules[0], ())
+        passed = _PASSED.get(self.modules[0], ())
+        of_single = [True] if self.has_single else [True, False]
+        return not any((tokens, before_backward, has_single, self.contents) in passed for has_single in of_single)
 
     def __call__(self, h_BTE: Tensor, *, before_backward: bool) -> None:
         """Raise `SeamError` where the layer, called with `h_BTE`, would give something else in chunks; once for each layer."""
@@ -146,7 +148,7 @@ class Trial:
             finally:
                 autocast.forget_casts()
         if passed:
-            _PASSED[layer] = [*_PASSED.get(layer, ())[-7:], (tokens, before_backward, self.contents)]
+            _PASSED[layer] = [*_PASSED.get(layer, ())[-7:], (tokens, before_backward, self.has_single, self.contents)]
             if before_backward:
                 note_watched(modules)
 

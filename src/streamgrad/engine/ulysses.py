@@ -239,7 +239,7 @@ class _ToChunkOrder(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sharing: Ulysses, slice_BT: Tensor) -> Tensor:
         ctx.sharing = sharing
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         return sharing._chunk_ordered(slice_BT)
 
     @staticmethod
@@ -252,7 +252,7 @@ class _ToSliceOrder(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sharing: Ulysses, ordered_BT: Tensor) -> Tensor:
         ctx.sharing = sharing
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         return sharing._slice_ordered(ordered_BT)
 
     @staticmethod
@@ -265,7 +265,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sharing: Ulysses, slice_BT: Tensor) -> Tensor:
         ctx.sharing = sharing
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         return sharing.gather(slice_BT)
 
     @staticmethod

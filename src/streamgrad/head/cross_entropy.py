@@ -116,7 +116,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         divisor: float | Tensor,
     ) -> Tensor:
         wants = ctx.needs_input_grad[:3]
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         head = LinearHead(weight_VE, bias_V, logit_map)
         # Backward scales these sums, so that of the weight stays in fp32 until then.
         gradients = HeadGradients(hidden_NE, head, hidden=wants[0], weight=wants[1], bias=wants[2], skips_rows=rows.skips_some)

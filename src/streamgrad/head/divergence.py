@@ -129,7 +129,7 @@ class _LinearDivergence(torch.autograd.Function):
         rows: TargetRows,
         beta: float,
     ) -> Tensor:
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         student = LinearHead.like(student_NE, weight_VE, bias_V, logit_map)
         teacher = LinearHead.like(teacher_NE, teacher_weight_VE, teacher_bias_V, logit_map)
         divergence_N = student_NE.new_zeros(len(student_NE), dtype=accumulator_dtype(student_NE.dtype))

@@ -64,7 +64,7 @@ class _ModuleCrossEntropy(torch.autograd.Function):
         hidden_NE: Tensor,
         *parameters: Tensor,
     ) -> Tensor:
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         accumulators = GradAccumulators(parameters, summed=True)
         dhidden_NE = torch.zeros_like(hidden_NE) if ctx.needs_input_grad[4] else None
         with accumulators.installed_in(modules_of(module)):

@@ -41,7 +41,7 @@ class _Tied(Function):
         ctx.save_for_backward(ids)
         ctx.ids, ctx.version = ids, ids._version
         ctx.padding, ctx.vocabulary = padding, len(weight_VE)
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         return torch.embedding(weight_VE, ids), weight_VE.detach()
 
     @staticmethod

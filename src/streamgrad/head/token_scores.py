@@ -151,7 +151,7 @@ class _TokenScores(torch.autograd.Function):
         ctx.save_for_backward(hidden_NE, weight_VE, bias_V, lse_N, scores.get("entropy"), rows.targets_N)
         ctx.mark_non_differentiable(*(scores[field] for field in FIELDS[2:] if field in scores))
         # An entropy that is only logged gets no gradient, and then costs nothing in backward.
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         return tuple(scores.get(field) for field in FIELDS)
 
     @staticmethod

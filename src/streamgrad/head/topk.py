@@ -167,7 +167,7 @@ class _LogProbsOf(torch.autograd.Function):
         logit_map: LogitMap,
         rows: TargetRows,
     ) -> Tensor:
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         head = LinearHead.like(hidden_NE, weight_VE, bias_V, logit_map)
         logprobs_NK = hidden_NE.new_zeros(indices_NK.shape, dtype=accumulator_dtype(hidden_NE.dtype))
         with torch.autocast(hidden_NE.device.type, enabled=False):

@@ -14,7 +14,7 @@ from streamgrad.engine.kv_chunk import Chunk, SeamError
 from streamgrad.engine.recurrent_chunk import RecurrentChunk
 from streamgrad.hf.patching import named_arguments, signature_of
 from streamgrad.hf.token_inputs import TokenInputs
-from streamgrad.hf.unusable import NO_WEIGHTS, NoWeights, uncut
+from streamgrad.hf.unusable import NoWeights, uncut
 
 CACHE_NAMES = ("past_key_values", "layer_past", "past_key_value", "cache_params")
 
@@ -79,7 +79,7 @@ class LayerArguments:
                 others[self.mask_name] = _cut(self.mask_name, self.attention_mask, chunk)
         out = self.forward(h_BLE, **others)
         if isinstance(out, tuple):
-            if any(value is not None and value is not NO_WEIGHTS for value in out[1:]):
+            if any(value is not None and type(value) is not NoWeights for value in out[1:]):
                 raise SeamError(f"its layers return {len(out)} values, and only hidden states can be streamed")
             out, self.beside = out[0], out[1:]
         if not isinstance(out, Tensor) or out.shape[:2] != h_BLE.shape[:2]:

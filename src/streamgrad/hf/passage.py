@@ -43,7 +43,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, passage: Passage, *tensors: Tensor) -> Tensor:
         ctx.passage = passage
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         return tensors[0].new_zeros(())
 
     @staticmethod
@@ -58,7 +58,7 @@ class _Arrive(torch.autograd.Function):
     def forward(ctx: Any, passage: Passage, ticket: Tensor) -> tuple[Tensor, ...]:
         values, passage._values = passage._values, ()
         ctx.passage, ctx.ticket = passage, ticket.detach()
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         ctx.mark_non_differentiable(*(value for value, needed in zip(values, passage._needed, strict=True) if not needed))
         return values
 

@@ -29,7 +29,7 @@ from streamgrad.attention.streamed import streamed_attention
 from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, SeamError
 from streamgrad.engine.replay import as_autocast
 from streamgrad.hf.known_code import eager_attention_of, reads_argument
-from streamgrad.hf.unusable import NO_WEIGHTS, NoWeights, Unusable
+from streamgrad.hf.unusable import NoWeights, Unusable
 from streamgrad.ops.autograd import untraced
 
 IMPLEMENTATION = "streamgrad"
@@ -101,7 +101,7 @@ def stream_attention_forward(
         dropout=dropout,
         sink_H=s_aux,
     )
-    return out_BHLD.transpose(1, 2).contiguous(), NO_WEIGHTS if stock == "eager" else None
+    return out_BHLD.transpose(1, 2).contiguous(), NoWeights() if stock == "eager" else None
 
 
 _NUMBERS = (float, type(None))

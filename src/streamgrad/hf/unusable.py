@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from streamgrad.engine.kv_chunk import SeamError
+from streamgrad.engine.kv_chunk import SeamError, UnknownSeamAttribute
 
 _OPERATORS = (
     "getitem setitem delitem len iter contains bool float int index complex array call round abs neg pos invert "
@@ -83,10 +83,7 @@ class NoWeights(Unusable):
         "its layers read the weights of their attention, which eager attention returns and streamed attention never holds; if "
         "they are not needed, use model.set_attn_implementation('sdpa'), which returns none"
     )
-    error = SeamError
-
-
-NO_WEIGHTS = NoWeights()
+    error = UnknownSeamAttribute
 
 
 def uncut(name: str, value: Any, shapes: Sequence[Sequence[int]]) -> Any:

@@ -53,7 +53,7 @@ class Routes:
 class _Spread(Function):
     @staticmethod
     def forward(ctx: Any, x_TE: Tensor, token_S: Tensor, place_TK: Tensor, stop_X: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         ctx.save_for_backward(place_TK, stop_X)
         return x_TE.index_select(0, token_S)
 
@@ -66,7 +66,7 @@ class _Spread(Function):
 class _Collected(Function):
     @staticmethod
     def forward(ctx: Any, rows_SE: Tensor, token_S: Tensor, place_TK: Tensor, stop_X: Tensor) -> Tensor:
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         ctx.save_for_backward(token_S)
         out_TE: Tensor = fused.code_for(rows_SE).sum_of_rows(rows_SE.contiguous(), place_TK, stop_X)
         return out_TE
@@ -81,7 +81,7 @@ class _WeightedGate(Function):
     @staticmethod
     def forward(ctx: Any, joint_SF: Tensor, weight_S: Tensor, activation: str, consumed: bool) -> Tensor:
         ctx.activation, ctx.consumed = activation, consumed
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         ctx.save_for_backward(joint_SF, weight_S)
         gate_SI, up_SI = joint_SF.chunk(2, dim=-1)
         return own(fused.code_for(joint_SF).gated_forward(gate_SI, up_SI, activation, weight_S))

@@ -74,7 +74,7 @@ class _RmsNorm(Function):
     def forward(ctx: Any, x: Tensor, weight_E: Tensor, norm: Norm) -> Tensor:
         out_NE, inverse_N1 = code_for(x).norm_forward(_rows(x), weight_E.detach(), norm.eps, norm.weight_offset)
         ctx.norm = norm
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         ctx.save_for_backward(x, weight_E, inverse_N1)
         return own(out_NE, x.shape)
 
@@ -140,7 +140,7 @@ class _Gated(Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str, consumed: bool) -> Tensor:
         ctx.activation, ctx.consumed = activation, consumed
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         ctx.save_for_backward(gate, up)
         return own(code_for(gate).gated_forward(_rows(gate), _rows(up), activation), gate.shape)
 
@@ -198,7 +198,7 @@ class _Rotary(Function):
     @staticmethod
     def forward(ctx: Any, query_BHLD: Tensor, key_BGLD: Tensor, cos_BLD: Tensor, sin_BLD: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos_BLD, sin_BLD)
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         heads = _dense(query_BHLD), _dense(key_BGLD)
         query, key = code_for(query_BHLD).rotate(heads, _dense(cos_BLD), _dense(sin_BLD), back=False)
         # Otherwise the output of a frozen projection would need a gradient because the other one does.
