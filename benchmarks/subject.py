@@ -114,11 +114,12 @@ class Subject:
 
 
 def _policy_of(config: StreamConfig, installed: InstalledForward) -> dict[str, Any]:
-    """Return the options, what they came to, and the bound on a kernel's workspace, which the first records lack."""
+    """Return the options, what they came to, and what the first records lack: a kernel's bound, and what the host keeps."""
     plan = installed.stream.planner.latest
     sizes = list(plan.chunk_sizes) if plan else []
+    keeps_projection = plan is not None and any(policy.projection for policy in plan.policies)
     outcome = {"plan": str(plan), "chunk_sizes": sizes, "kernel": preferred(installed.stream.backends)[0].name}
-    return vars(config) | outcome | {"keys_at_once": KEYS_AT_ONCE}
+    return vars(config) | outcome | {"keys_at_once": KEYS_AT_ONCE, "host_keeps_projection": keeps_projection}
 
 
 def _peers_policy(method: str) -> dict[str, Any]:

@@ -78,10 +78,19 @@ def keys_at_once(record: dict) -> float:
 
 
 def plan_in(policy: dict) -> tuple[list[LayerPolicy], list[int]]:
-    """Return the plan that a record spells out. Where it does not list sizes of chunks, layers with larger ones are the last."""
+    """Return the plan that a record spells out. Where it does not list sizes of chunks, layers with larger ones are the last.
+
+    Records say whether the host kept attention's projection too. The first ones where it did do not, but are known by whole
+    graphs beside attention on the host, which were new too.
+    """
     text = policy["plan"]
+    projection = policy.get("host_keeps_projection", re.search(r"attention on host, \d+ x all", text) is not None)
     kinds = re.findall(r"(\d+) x (input|attention|all)( on host)?", text)
-    policies = [LayerPolicy(keep, on_host=bool(host)) for count, keep, host in kinds for _ in range(int(count))]
+    policies = [
+        LayerPolicy(keep, bool(host), projection=projection and bool(host) and keep == "attention")
+        for count, keep, host in kinds
+        for _ in range(int(count))
+    ]
     if "chunk_sizes" in policy:
         return policies, policy["chunk_sizes"]
     small, large, count = re.search(r"chunks of (\d+) tokens(?:, of (\d+) in (\d+) layers)?", text).groups()

@@ -16,6 +16,7 @@ from streamgrad.memory.device import usable_share
 from streamgrad.memory.planner import (
     LARGE_CHUNKS,
     LAST_CHUNKS,
+    LONGEST_WITH_MORE_ON_HOST,
     SMALL_CHUNKS,
     Budget,
     Choices,
@@ -30,7 +31,7 @@ from streamgrad.memory.planner import (
 GB = 1e9
 COSTS = LayerCosts(
     input=5e3, keys_and_values=4e3, key_sums=8e3, attention=8e3, graph=1.1e5, widest=1.4e5, at_attention=6e4,
-    gradients=2e8, gradient_sums=4e8, largest_gradient=5e7,
+    gradients=2e8, gradient_sums=4e8, largest_gradient=5e7, projection=5e3,
 )  # fmt: skip
 
 
@@ -69,6 +70,29 @@ def test_from_everything_to_the_smallest():
     assert kinds(plan_of(36_000, 200 * GB, keep="input")[0]) == ["input"]
     assert kinds(plan_of(36_000, 200 * GB, keep="attention")[0]) == ["attention"]
     assert kinds(plan_of(400_000, 60 * GB, keep="input", host=60 * GB)[0]) == ["input on host", "input"]
+
+
+def test_very_long_sequences_use_the_host_only_for_what_the_device_cannot_hold():
+    """What whole graphs and the product that reads attention would save is too little for the host memory that they cost."""
+    longest = LONGEST_WITH_MORE_ON_HOST
+    assert all(plan_of(size, 60 * GB)[0].policies[0].projection == (size == longest) for size in (longest, longest + 1))
+    beside, without = plan_of(longest, 60 * GB)[0], plan_of(longest + 1, 60 * GB)[0]
+    assert kinds(beside) == ["attention on host", "all"] and kinds(without) == ["attention on host", "attention"]
+    assert without.host_bytes < beside.host_bytes / 2
+
+
+def test_the_product_that_reads_attention_gives_way_to_attention():
+    """Each host holds attention for as many layers as without the product, and the product only where it has room for each."""
+    without = dataclasses.replace(step_of(72_000), costs=dataclasses.replace(COSTS, projection=0.0))
+    for host in range(5, 100, 5):
+        plan = plan_of(72_000, 30 * GB, host=host * GB)[0]
+        plain = choose_plan(without, Choices("auto", "auto", None), Budget(30 * GB, host * GB))[0]
+        away = [policy for policy in plan.policies if policy.on_host and policy.keep == "attention"]
+        assert len({policy.projection for policy in away}) <= 1
+        assert [policy.keep for policy in plan.policies].count("input") == [policy.keep for policy in plain.policies].count(
+            "input"
+        )
+    assert plan.policies[0].projection and plain.policies[0].projection
 
 
 def test_the_smallest_segments_that_fit():

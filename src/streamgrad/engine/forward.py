@@ -190,7 +190,7 @@ class _ForwardPass:
         if len(stretch.spans) > 1:
             chunk.ends = [last - start - 1 for _, last in stretch.spans]
         run, h_BLE = (lambda h_BLE: self.call.run(h_BLE, chunk)), self.h_BTE[:, start:stop]
-        if keep_attention and self.call.policy.on_host:
+        if keep_attention and self.call.policy.projection:
             run = noting_projection(run, self.call.modules, chunk)
         is_first = self.first_run is not None and stretch.first == 0
         is_last = self.guard is not None and stop == self.h_BTE.shape[1] and is_leaving_weights(self.call.layer)

@@ -16,6 +16,7 @@ class LayerPolicy:
     keep: str  # "input", "attention" or "all"
     on_host: bool = False
     recomputed: bool = False
+    projection: bool = False  # with attention on the host, also the product that reads it
 
     def __str__(self) -> str:
         return f"{'recomputed ' if self.recomputed else ''}{self.keep}{' on host' if self.on_host else ''}"

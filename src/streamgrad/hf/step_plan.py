@@ -36,6 +36,7 @@ from streamgrad.memory.planner import (
     Plan,
     Step,
     StepFacts,
+    attention_on_host,
     automatic_chunk,
     choose_plan,
     in_segments,
@@ -138,7 +139,8 @@ class Planner:
         """Return the plan of the options alone; a layer keeps its input where they leave it open."""
         config = self.config
         keep = "input" if config.keep == "auto" else config.keep
-        policy = LayerPolicy(keep, on_host=config.offload == "host" and keep != "all")
+        is_away = config.offload == "host" and keep != "all"
+        policy = attention_on_host(sequence) if is_away and keep == "attention" else LayerPolicy(keep, on_host=is_away)
         policies = in_segments([policy] * layers, config.recompute_layers if isinstance(config.recompute_layers, int) else 1)
         plan = Plan(tuple(policies), (self.chunk_size(batch, sequence),) * layers, 0.0, 0.0)
         if torch.is_grad_enabled():

@@ -66,7 +66,7 @@ class LayerCosts:
     recorded: float = 0.0  # router logits, and probabilities or gradients of them, which stay on the device whatever is kept
     chunk_gradients: float = 0.0  # of experts in one tensor, which each of several chunks makes anew
     looped: float = 0.0  # tensors made a token by a layer with states: many, where it loops over blocks of tokens
-    projection: float = 0.0  # the product that reads attention's output, which is kept with that on the host
+    projection: float = 0.0  # the product that reads attention's output
     forward: float = 0.0  # in the largest phase of a run without a graph, beside its input, and keys and values; 0 if not known
 
     @classmethod
@@ -89,7 +89,7 @@ class LayerCosts:
         """Return the bytes a token that wait for backward."""
         parts: Parts = {"kept inputs": self.input}
         if policy.keep == "attention":
-            parts["kept attention"] = self.attention + self.keys_and_values + (self.projection if policy.on_host else 0.0)
+            parts["kept attention"] = self.attention + self.keys_and_values + (self.projection if policy.projection else 0.0)
         if policy.keep == "all":
             parts["kept graphs"] = self.graph - self.input
         return parts

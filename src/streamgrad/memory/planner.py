@@ -8,10 +8,10 @@ From the fastest to the smallest, a layer keeps
 The two in the middle are kept on the device or in host memory; copies to and from the host run beside computation. From the first
 layer to the last, a plan is `input | attention on host | attention on device | everything`. The last layers keep the most,
 because backward frees theirs first; the first ones use the host, because their copies have the longest time to come back. The
-host is used only where the device cannot hold the attention of all layers. Then the device keeps everything of a few layers
-rather than the attention of many, which the host holds as well. If no such plan fits with chunks of a usual size, layers form
-segments of n, of which the first keeps its input. n never exceeds the square root of the number of layers: beyond it, more inputs
-would be made again at a time than are saved. The smallest chunks are tried last.
+host is used only where the device cannot hold the attention of all layers. Then, unless a sequence is very long, the device keeps
+everything of a few layers rather than the attention of many, which the host holds as well. If no such plan fits with chunks of a
+usual size, layers form segments of n, of which the first keeps its input. n never exceeds the square root of the number of
+layers: beyond it, more inputs would be made again at a time than are saved. The smallest chunks are tried last.
 
 `predicted_peak` is the arithmetic that choices are made by, over the phases of `memory.costs`.
 """
@@ -50,6 +50,11 @@ HOST_SHARE = 0.85
 LONGEST_WHOLE = 65_536
 LARGE_CHUNKS = 32_768, 24_576, 20_480, 16_384, 12_288, 8192, 6144
 SMALL_CHUNKS, LAST_CHUNKS = (4096, 2048), (1024, 512, 256)
+# Tokens of a sequence up to which host memory is spent on time alone: on the product that reads attention, and on the attention
+# of all layers, so that the device can keep everything of a few. By the first, a step of 36,000 is 2.5 per cent faster; by the
+# second 2 per cent at 24,000 and half a per cent at 36,000 (docs/performance.md). What is not run again grows with the tokens,
+# attention with their square: at 131,072, both together would save one step in 400, for three times the host memory.
+LONGEST_WITH_MORE_ON_HOST = 98_304
 # Where nothing is known about memory.
 USUAL_CHUNK = 8192
 
@@ -282,7 +287,7 @@ def _candidates(step: Step, choices: Choices, host_budget_bytes: float) -> Itera
         yield from mixes(attention, everything)
     if keep == "attention" and offload != "host":
         yield [attention] * layers
-    if keep == "auto" and offload == "auto":
+    if keep == "auto" and offload == "auto" and step.shape.sequence <= LONGEST_WITH_MORE_ON_HOST:
         for count in range(layers - 1, 0, -1):
             away = _on_host(step, layers - count, keep, host_budget_bytes)
             if all(policy.keep == "attention" for policy in away):
@@ -303,8 +308,13 @@ def _candidates(step: Step, choices: Choices, host_budget_bytes: float) -> Itera
 
 
 def _on_host(step: Step, layers: int, keep: str, host_budget_bytes: float) -> list[LayerPolicy]:
-    """Return the policies of the first `layers` layers, kept in host memory, with attention for as many as it holds."""
-    attention, inputs = LayerPolicy("attention", on_host=True), LayerPolicy("input", on_host=True)
+    """Return the policies of the first `layers` layers, kept in host memory, with attention for as many as it holds.
+
+    The product that reads attention waits there too if there is room for that of each layer: attention is worth more.
+    """
+    attention, inputs = attention_on_host(step.shape.sequence), LayerPolicy("input", on_host=True)
+    if layers * _kept_bytes(step, attention, step.costs) > host_budget_bytes:
+        attention = replace(attention, projection=False)
     if keep == "attention":
         return [attention] * layers
     bytes_of_inputs = _kept_bytes(step, inputs, step.costs)
@@ -312,6 +322,11 @@ def _on_host(step: Step, layers: int, keep: str, host_budget_bytes: float) -> li
     # Bounded before it is rounded: a host without a known limit is infinite.
     with_attention = int(min(layers, max(0.0, spare / (_kept_bytes(step, attention, step.costs) - bytes_of_inputs))))
     return [inputs] * (layers - with_attention) + [attention] * with_attention
+
+
+def attention_on_host(sequence: int) -> LayerPolicy:
+    """Return the policy of a layer whose attention is on the host, for a sequence of so many tokens."""
+    return LayerPolicy("attention", on_host=True, projection=sequence <= LONGEST_WITH_MORE_ON_HOST)
 
 
 def _segment_sizes(step: Step, choices: Choices) -> Sequence[int]:
