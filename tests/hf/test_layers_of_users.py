@@ -248,6 +248,43 @@ def off_by_one(module, query, key, value, attention_mask, scaling, dropout=0.0, 
     return (scores.softmax(-1)[..., :-1] @ value).transpose(1, 2).contiguous(), None
 
 
+class GatedByToken(modeling_llama.LlamaDecoderLayer):
+    """Adds attention where a gate is open, and leaves it out where all tokens that it is called with have closed ones."""
+
+    beside_mlp = False
+
+    def forward(self, hidden_states, **kwargs):
+        normed = self.input_layernorm(hidden_states)
+        attended, _ = self.self_attn(hidden_states=normed, **kwargs)
+        is_open = hidden_states.detach()[:, :, :1] > self.threshold
+        if is_open.any():
+            hidden_states = hidden_states + is_open * attended
+        # The MLP beside attention shares its norm, and so part of a chunk's graph.
+        return hidden_states + self.mlp(normed if self.beside_mlp else self.post_attention_layernorm(hidden_states))
+
+
+@pytest.mark.parametrize("beside_mlp", [False, True])
+@pytest.mark.parametrize("options", [{}, ONE, CHUNKS, CHUNKS | {"keep": "attention"}, {"keep": "all"}], ids=str)
+def test_a_chunk_that_does_not_use_its_own_attention(options, beside_mlp):
+    """Queries of later chunks owe gradients to its keys and values all the same."""
+
+    def model():
+        found = with_layers(GatedByToken)
+        for layer in found.model.layers:
+            layer.threshold, layer.beside_mlp = 0.0, beside_mlp
+        with torch.no_grad():  # closed for the tokens 1 and 2
+            found.model.embed_tokens.weight[1:3, 0], found.model.embed_tokens.weight[3:, 0] = -100.0, 100.0
+        return found
+
+    batch = {"input_ids": tokens(2, LENGTH), "labels": tokens(2, LENGTH), "use_cache": False}
+    batch["input_ids"][:, 2:11] = torch.tensor([1, 2, 1, 1, 2, 2, 2, 1, 2])
+    batch["input_ids"][:, [0, 1, *range(11, LENGTH)]] = 3 + batch["input_ids"][:, [0, 1, *range(11, LENGTH)]] % 50
+    ours, expected = model(), run_step(model(), batch)
+    streamgrad.enable(ours, **options)
+    for _ in range(3):
+        assert_same_step(run_step(ours, batch), expected, 1e-10)
+
+
 class OwnFile(modeling_llama.LlamaAttention):
     """Attention as in a file of the model's own, which has an eager function of its own too."""
 

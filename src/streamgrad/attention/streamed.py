@@ -60,7 +60,7 @@ def streamed_attention(
     pieces = _pieces(chunk, query_BHLD, key_BGLD, value_BGLD, _Terms(scale, softcap, dropout))
     if sink_H is not None:
         sink_H = chunk.sharing.own_heads(sink_H)
-    out_BHLD = _StreamedAttention.apply(chunk, pieces, query_BHLD, key_BGLD, value_BGLD, sink_H)
+    out_BHLD, chunk.attended = _StreamedAttention.apply(chunk, pieces, query_BHLD, key_BGLD, value_BGLD, sink_H)
     if chunk.kept is not None:
         operands = query_BHLD, key_BGLD, value_BGLD
         for end in chunk.ends:
@@ -163,6 +163,9 @@ def _widened(tensor_BHLD: Tensor, size: int) -> Tensor:
 class _StreamedAttention(Function):
     """Attention that reads keys and values from the stream; the chunk's own are inputs so that their gradient flows on.
 
+    A second output, without elements, is where backward can begin: later queries owe gradients to the chunk's keys also where the
+    layer's output does not depend on the chunk's own attention.
+
     Inputs, output and their gradients hold this rank's tokens; everything in between holds its heads (`engine.ulysses`).
     """
 
@@ -175,7 +178,7 @@ class _StreamedAttention(Function):
         key_BGLD: Tensor,
         value_BGLD: Tensor,
         sink_H: Tensor | None,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         ctx.materialize_grads = False
         query_BHLD = with_dense_rows(chunk.sharing.to_heads(query_BHLD))
         done = chunk.kept
@@ -199,11 +202,11 @@ class _StreamedAttention(Function):
         ctx.save_for_backward(query_BHLD, out_BHLD, done.lse_BHL, done.dropped_BHLS, sink_H, *own, *masks)
         tokens_BHLD = chunk.sharing.to_tokens(out_BHLD)
         ctx.out_shape = tokens_BHLD.shape
-        return tokens_BHLD
+        return tokens_BHLD, tokens_BHLD.new_empty(0)
 
     @staticmethod
     @partial(first_order_only, even_undefined=True)
-    def backward(ctx: Any, dout_BHLD: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout_BHLD: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout_BHLD is None:
             if ctx.sharing.ranks == 1 and (ctx.stream is None or not ctx.stream.is_owed):
                 return (None,) * 6

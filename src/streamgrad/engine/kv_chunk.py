@@ -195,6 +195,7 @@ class Chunk:
     ends: Sequence[int] = (-1,)
     holds_scores: bool = False  # whether its attention has held a score for every query and key
     attended_with: list[list[Tensor]] = field(default_factory=list, repr=False)
+    attended: Tensor | None = field(default=None, repr=False)  # comes with attention's output and has no elements
     span: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -271,14 +272,16 @@ class Chunk:
 
     def outputs(self) -> list[tuple[Tensor, Tensor]]:
         """Return what the chunk hands on beside hidden states, each with its gradient."""
-        return []
+        # Other ranks wait for what this one sends in attention's backward.
+        is_awaited = self.stream.is_owed or self.sharing.ranks > 1
+        return [] if self.attended is None or not is_awaited else [(self.attended, self.attended.detach())]
 
     def settle(self) -> None:
         """Note that backward has gone through the chunk."""
 
     def release(self) -> None:
         """Drop the tensors that tie a finished chunk to its graph."""
-        self.own = self.cached = None
+        self.own = self.cached = self.attended = None
 
 
 class SeamError(ValueError):

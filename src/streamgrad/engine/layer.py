@@ -130,6 +130,7 @@ class _StreamedLayer(torch.autograd.Function):
                 with torch.enable_grad(), ctx.autocast.restored(), ctx.tape.replaying(index):
                     # No leaf where it is watched, so that it shows if somebody keeps the input itself.
                     out_BLE = run(h_BLE if graphs is None else h_BLE.view_as(h_BLE), chunk)
+                handed_on = chunk.outputs()
                 chunk.release()
                 if index == len(chunks) - 1:
                     unread.learn(out_BLE)
@@ -144,7 +145,7 @@ class _StreamedLayer(torch.autograd.Function):
                 # No output is left if the layer does not use its only trainable parameter.
                 made = zip([out_BLE, *chunk.recorded], gradients_BT, strict=True)
                 outputs = [(output, whole[:, start:stop]) for output, whole in made if whole is not None]
-                outputs += chunk.outputs()
+                outputs += handed_on
                 outputs = [(output, gradient) for output, gradient in outputs if output.requires_grad]
                 if outputs:
                     torch.autograd.backward([output for output, _ in outputs], [gradient for _, gradient in outputs])
@@ -159,7 +160,7 @@ class _StreamedLayer(torch.autograd.Function):
                             dh_BTE = new(ctx.h_shape) if dh_BTE is None else dh_BTE
                         dh_BTE[:, start:stop] = gradient_of_input(h_BLE, call.layer)
                 # Free them and their gradients before the next chunk runs.
-                del h_BLE, attended, run, chunk, leaves, out_BLE, made, outputs
+                del h_BLE, attended, run, chunk, leaves, out_BLE, made, outputs, handed_on
                 if graphs is not None and graphs.are_held(modules):
                     raise RuntimeError(f"{keeping(call.name)}, or call streamgrad.disable(model).")
                 graphs = None  # which holds the chunk's input

@@ -149,7 +149,8 @@ class RecurrentChunk(Chunk):
         return list(self.given.values())
 
     def outputs(self) -> list[tuple[Tensor, Tensor]]:
-        return [(self.written[name], gradient) for name, gradient in self.stream.gradients.items()]
+        states = [(self.written[name], gradient) for name, gradient in self.stream.gradients.items()]
+        return states + super().outputs()
 
     def settle(self) -> None:
         self.stream.gradients = {name: state.grad for name, state in self.given.items() if state.grad is not None}
