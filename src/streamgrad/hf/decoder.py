@@ -55,6 +55,7 @@ from streamgrad.hf.layer_run import LayerRun
 from streamgrad.hf.mask_checks import check_mask, mask_of_layer
 from streamgrad.hf.patching import (
     InstalledForward,
+    is_checkpointed,
     named_arguments,
     not_checkpointed,
     not_compiled,
@@ -75,7 +76,7 @@ from streamgrad.memory.planner import HeadFacts, Plan
 from streamgrad.ops.autograd import in_transform
 
 # By the id of a layer's mask, with the mask itself: an id may be reused once its object is gone.
-_Masks = dict[int, tuple[object, CausalMask | DenseMask | TreeMask]]
+_Masks = dict[tuple[int, int, int], tuple[object, CausalMask | DenseMask | TreeMask]]
 
 
 @dataclass
@@ -259,7 +260,7 @@ class _DecoderCall:
         self.decoder, self.layers, self.stream, self.sequences = decoder, layers, stream, sequences
         self.forwards = [own_forward(layer) for layer in layers]  # which are about to be replaced
         self.masks: _Masks = {}
-        self.documents = Documents(sequences)
+        self.documents, self.with_grad = Documents(sequences), torch.is_grad_enabled()
         self.plan: Plan | None = None
         self.dtype: torch.dtype | None = None  # of the hidden states that the plan was made with
         self.joint, self.ahead = Joint(), WeightsAhead(layers)
@@ -270,6 +271,11 @@ class _DecoderCall:
 
         def streamed(*args: Any, **kwargs: Any) -> Tensor | tuple[Any, ...]:
             # Done in the call, so that the device computes the previous layer meanwhile.
+            if self.with_grad and is_checkpointed(within=_streamed.__code__):
+                raise SeamError(
+                    "its decoder checkpoints layers by itself, and would call them again in backward, without streaming. Let it "
+                    "call them without torch.utils.checkpoint: streamed layers run again by themselves"
+                )
             modules = modules_of(layer)
             for reason in (*layer_refusals(modules), *foreign_attention(attention_configs(modules), layer)):
                 raise SeamError(reason)
@@ -355,17 +361,18 @@ class _DecoderCall:
             arguments.attention_mask = mask = None
             if has_attention(modules):
                 length, arguments.attention_mask = h_BTE.shape[1], CausalMask()
-                mask = self.sequences.mask(mask_of_layer(arguments, self.decoder.config, length, chunk_size=length))
+                mask = self.sequences.mask(mask_of_layer(arguments, self.decoder.config, len(h_BTE), length, chunk_size=length))
             run = LayerRun(modules, arguments, recorder := Recorder(), fused_kernels=self.stream.config.fused_kernels)
             yield Sample(layer, run.alone, mask, tuple(recorder.keys), is_recurrent(modules))
 
     def _mask(self, arguments: LayerArguments, h_BTE: Tensor) -> CausalMask | DenseMask | TreeMask:
-        given = arguments.attention_mask
-        if id(given) not in self.masks:
-            chunk_size = self.stream.planner.chunk_size(*h_BTE.shape[:2])
-            mask = mask_of_layer(arguments, self.decoder.config, h_BTE.shape[1], chunk_size=chunk_size)
-            self.masks[id(given)] = given, self.sequences.mask(mask)
-        return self.masks[id(given)][1]
+        given, (rows, length) = arguments.attention_mask, h_BTE.shape[:2]
+        key = id(given), rows, length
+        if key not in self.masks:
+            chunk_size = self.stream.planner.chunk_size(rows, length)
+            mask = mask_of_layer(arguments, self.decoder.config, rows, length, chunk_size=chunk_size)
+            self.masks[key] = given, self.sequences.mask(mask)
+        return self.masks[key][1]
 
     def _make_plan(self, h_BTE: Tensor, samples: Iterable[Sample]) -> Plan:
         """Return the plan of all layers; `samples` has a layer of each kind, ready to be measured."""

@@ -96,7 +96,7 @@ def _tensors(attention_mask: Any) -> list[Tensor]:
     return [mask for mask in masks if isinstance(mask, Tensor)]
 
 
-def mask_of_layer(arguments: LayerArguments, config: Any, length: int, *, chunk_size: int) -> CausalMask | DenseMask:
+def mask_of_layer(arguments: LayerArguments, config: Any, rows: int, length: int, *, chunk_size: int) -> CausalMask | DenseMask:
     """Return the mask of a layer that is called with these arguments, as one that can be built by chunk."""
     if arguments.attention_mask is None and (name := attention_name(config)) in _SEES_ALL_WITHOUT_MASK:
         raise SeamError(
@@ -104,6 +104,7 @@ def mask_of_layer(arguments: LayerArguments, config: Any, length: int, *, chunk_
             "model.set_attn_implementation('sdpa') if that is not meant"
         )
     mask = layer_mask(arguments.attention_mask, length, chunk_size=chunk_size)
+    mask = _of_these_tokens(mask, rows, length) if isinstance(mask, CausalMask) else mask
     boundaries, of_keys = (arguments.others.get(f"cu_seq_lens_{side}") for side in "qk")
     if boundaries is None:
         return mask
@@ -113,3 +114,19 @@ def mask_of_layer(arguments: LayerArguments, config: Any, length: int, *, chunk_
             "the keys of its own document. Pass the same boundaries as both."
         )
     return with_documents(mask, boundaries, length) if isinstance(mask, CausalMask) else mask
+
+
+def _of_these_tokens(mask: CausalMask, rows: int, length: int) -> CausalMask:
+    """Return the mask, or one that hides as little if it does for other tokens: the stock model has none for those.
+
+    Decoders may call layers with other tokens than they made their mask for: with some in front, with half of them, row by row.
+    """
+    batch, *_, made_for = mask.shape
+    if batch in (1, rows) and made_for in (0, length):
+        return mask
+    if mask.rule is None and mask.blocks is None and (mask.padding_BT is None or bool(mask.padding_BT.all())):
+        return CausalMask()
+    raise SeamError(
+        f"its layers are called with {rows} x {length} tokens and the mask of {batch} x {made_for}, which says of other tokens "
+        "what they see"
+    )

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
@@ -21,6 +22,7 @@ from streamgrad.engine.temporary import temporary_attributes
 from streamgrad.ops.autograd import refuse_transforms
 
 _MODULES_OF_TORCH = vars(sys.modules[nn.Module.__module__])  # where nn.Module is defined
+_CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
 _WARNED: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()  # kinds of warnings a module has had
 
 
@@ -176,3 +178,13 @@ def not_checkpointed(modules: Iterable[nn.Module]) -> AbstractContextManager[Non
     name = "gradient_checkpointing"
     found = [module for module in modules if module.__dict__.get(name)]
     return temporary_attributes((module, "gradient_checkpointing", False) for module in found)
+
+
+def is_checkpointed(within: types.CodeType) -> bool:
+    """Return whether torch's checkpointing called the caller, within a call of the function with this code."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not within:
+        if frame.f_code is _CHECKPOINT:
+            return True
+        frame = frame.f_back
+    return False
