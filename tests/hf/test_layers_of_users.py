@@ -248,6 +248,34 @@ def off_by_one(module, query, key, value, attention_mask, scaling, dropout=0.0, 
     return (scores.softmax(-1)[..., :-1] @ value).transpose(1, 2).contiguous(), None
 
 
+def plain_and_in_a_transform(way):
+    """Return a kind of layer that uses its MLP as ever, and then its norm and its MLP inside a transform of torch.func."""
+    ways = {
+        "grad": lambda function, x: torch.func.grad(lambda x: function(x).square().sum())(x),
+        "jvp": lambda function, x: torch.func.jvp(function, (x,), (torch.ones_like(x),))[1],
+        "vmap": lambda function, x: torch.vmap(function)(x),
+    }
+
+    class Layer(modeling_llama.LlamaDecoderLayer):
+        def forward(self, hidden_states, **kwargs):
+            out = super().forward(hidden_states, **kwargs)
+            return out + 0.1 * ways[way](lambda x: self.mlp(self.post_attention_layernorm(x)), out)
+
+    return Layer
+
+
+@pytest.mark.parametrize(
+    "options", [CHUNKS, CHUNKS | {"fused_kernels": "on"}, ONE, {"keep": "all", "fused_kernels": "on"}], ids=str
+)
+@pytest.mark.parametrize("way", ["grad", "jvp", "vmap"])
+def test_modules_inside_of_transforms(way, options):
+    """Products whose values are put off, and fused parts, know backward alone; from the second step on there are some."""
+    model, expected = streamgrad.enable(with_layers(kind := plain_and_in_a_transform(way)), **options), with_layers(kind)
+    stock = run_step(expected, BATCH)
+    for _ in range(3):
+        assert_same_step(run_step(model, BATCH), stock, 1e-10)
+
+
 class GatedByToken(modeling_llama.LlamaDecoderLayer):
     """Adds attention where a gate is open, and leaves it out where all tokens that it is called with have closed ones."""
 

@@ -24,6 +24,7 @@ from streamgrad.engine.four_bit_maps import four_bit_product, is_four_bit_linear
 from streamgrad.engine.grad_accumulator import GradAccumulator, linear, may_be_deferred
 from streamgrad.engine.linear_maps import Noting, is_plain_linear, is_watched
 from streamgrad.engine.temporary import temporary_attributes
+from streamgrad.ops.autograd import in_transform
 from streamgrad.ops.deferred import Deferred
 
 _Map = weakref.ref[nn.Module]  # which may hold on to its layer, by a hook that somebody has given it
@@ -112,7 +113,7 @@ def _terms(out: Tensor, made: dict[Any, nn.Module]) -> list[nn.Module]:
 def _forward(module: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Return what the module's own forward does, deferred unless its operands are of classes with operations of their own."""
     input, product = args[0] if args else None, None
-    if type(input) is Tensor and input.dim() > 1 and not torch.compiler.is_compiling():
+    if type(input) is Tensor and input.dim() > 1 and not torch.compiler.is_compiling() and not in_transform():
         if type(module) is not nn.Linear:
             product = four_bit_product(module, input, label=module) if may_be_deferred(input.dtype) else None
         elif type(module.weight) in (Tensor, nn.Parameter, GradAccumulator) and not input.is_complex():

@@ -23,6 +23,7 @@ from streamgrad.engine.linear_maps import nobody_watches
 from streamgrad.engine.temporary import temporary_attributes
 from streamgrad.hf.fused_experts import fused_experts, is_of_experts
 from streamgrad.hf.known_code import same_code
+from streamgrad.ops.autograd import in_transform
 from streamgrad.ops.fused import Norm, gated, rms_norm, rotary
 
 
@@ -58,7 +59,12 @@ class Fusion:
 
 
 def _wants(mode: str, first: Tensor, *others: Tensor) -> bool:
-    """Return whether tensors have one dtype, which `mode` fuses; under autocast 16 bits only, which it does not cast here."""
+    """Return whether tensors have one dtype, which `mode` fuses; under autocast 16 bits only, which it does not cast here.
+
+    Transforms of torch.func differentiate the stock code only.
+    """
+    if in_transform():
+        return False
     dtype = first.dtype
     for other in others:
         if other.dtype is not dtype:
