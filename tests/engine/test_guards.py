@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.func import functional_call
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import batches
 import streamgrad
@@ -225,13 +226,41 @@ def test_hooks_on_decoder_layers_are_exact():
     torch.testing.assert_close(vector.grad, expected_vector, rtol=1e-10, atol=0)
 
 
-def test_layers_that_change_a_buffer_are_refused():
-    model = streamgrad.enable(tiny_model("llama"), **OPTIONS)
-    layer = model.model.layers[0]
-    layer.register_buffer("calls", torch.zeros(()))
-    layer.mlp.register_forward_hook(lambda *_: layer.calls.add_(1.0) and None)
-    with pytest.raises(ValueError, match="change a buffer in forward"):
-        model(**batches.plain(None))
+class Counted(LlamaMLP):
+    """Sets up, by the tokens of its first call, what it reads in every one: in place, by another buffer, or in a table."""
+
+    way, calls = "in place", 0
+
+    def forward(self, x):
+        self.calls += 1
+        if not self.is_set["default"]:
+            mean = x.detach().mean()
+            if self.way == "in place":
+                self.shift.copy_(mean)
+            else:
+                self.shift = mean
+            self.is_set["default"] = True
+        return super().forward(x - self.shift)
+
+
+@pytest.mark.parametrize(
+    ("options", "with_graph"), [(OPTIONS, True), (OPTIONS, False), ({"chunk_size": 64, "keep": "input"}, True)]
+)
+@pytest.mark.parametrize("way", ["in place", "another"])
+def test_layers_that_change_a_buffer_are_refused_and_left_as_they_were(way, options, with_graph):
+    """However often they are called; the user may then go on without streaming."""
+    stock = tiny_model("llama")
+    for layer in stock.model.layers:
+        layer.mlp.__class__, layer.mlp.way, layer.mlp.is_set = Counted, way, {"default": False}
+        layer.mlp.register_buffer("shift", torch.zeros((), dtype=torch.float64))
+    model, batch = streamgrad.enable(copy.deepcopy(stock), **options), batches.plain(None)
+    for _ in range(4):
+        with torch.set_grad_enabled(with_graph), pytest.raises(ValueError, match="change a buffer in forward"):
+            model(**batch | {"use_cache": False})
+    for layer in model.model.layers:
+        assert layer.mlp.shift == 0 and layer.mlp.calls == 0 and layer.mlp.is_set == {"default": False}
+    with no_float32():
+        assert_same_step(run_step(streamgrad.disable(model), batch), run_step(stock, batch), 1e-10)
 
 
 def test_a_batch_norm_in_a_layer_is_refused():

@@ -62,7 +62,7 @@ class FirstRun:
     def __call__(self, run: Callable[[Tensor], Tensor], h_BLE: Tensor) -> Tensor:
         """Return `run(h_BLE)` with its graph."""
         before = tensors_on_modules(modules_of(self._layer))
-        scales = _Scales(modules_of(self._layer)) if self._of_part else None
+        state = _State(modules_of(self._layer)) if self._of_part else None
         leaf_BLE = h_BLE.detach().requires_grad_(self._of_input)
         self._graphs = Graphs([leaf_BLE])
         with with_graph():
@@ -72,7 +72,7 @@ class FirstRun:
             out_BLE = run(given_BLE)
         if given_BLE._version != version:
             raise changed_in_place()
-        if scales is not None and (which := scales.put_back()) is not None:
+        if state is not None and (which := state.changed_parameter()) is not None:
             raise SeamError(
                 f"{self._name} sets {which} in its first call, by the tokens that it is given, which would be those of a chunk; "
                 "call the model once under torch.no_grad() before streamgrad.enable(model)"
@@ -90,35 +90,70 @@ class FirstRun:
             raise SeamError(keeping(self._name))
 
 
-class _Scales:
-    """The values of modules' small parameters, and their plain numbers and switches."""
+@contextmanager
+def undone_if_refused(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Set modules back to what they were where the block ends in a refusal: a user may go on without streaming.
+
+    That is small parameters and buffers, plain numbers and switches, and those in a dict.
+    """
+    before = _State(modules)
+    try:
+        yield
+    except SeamError:
+        before.put_back()
+        raise
+
+
+class _State:
+    """What calls of modules may set by the tokens that they are given, and what the modules had before."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._tensors = [
+        self._parameters = [
             (f"{type(module).__name__}.{name}", tensor, tensor._version, tensor.detach().clone())
             for module in modules
             for name, tensor in module._parameters.items()
-            if type(tensor) is nn.Parameter and not tensor.is_meta and tensor.numel() <= _LARGEST_SCALE
+            if type(tensor) is nn.Parameter and _is_small(tensor)
         ]
-        self._plain = [(module, _plain_of(module)) for module in modules]
+        self._buffers = [(module, dict(module._buffers)) for module in modules]
+        values = {id(buffer): buffer for _, each in self._buffers for buffer in each.values() if buffer is not None}
+        self._values = [(buffer, buffer.detach().clone()) for buffer in values.values() if _is_small(buffer)]
+        self._plain = [(module, _plain_in(vars(module))) for module in modules]
+        self._tables = [(table, dict(table)) for module in modules for table in _tables_of(module)]
 
-    def put_back(self) -> str | None:
-        """Return which parameter has other values than before, if one has, and set everything back then."""
+    def changed_parameter(self) -> str | None:
+        """Return which parameter has other values than before, if one has."""
         # What is changed in place by an operation that autograd sees is refused elsewhere, whenever it happens.
-        unseen = ((name, tensor, values) for name, tensor, version, values in self._tensors if tensor._version == version)
-        found = next((name for name, tensor, values in unseen if not _same(tensor, values)), None)
-        if found is not None:
-            for _, tensor, _, values in self._tensors:
+        unseen = ((name, tensor, values) for name, tensor, version, values in self._parameters if tensor._version == version)
+        return next((name for name, tensor, values in unseen if not _same(tensor, values)), None)
+
+    def put_back(self) -> None:
+        for tensor, values in [*self._values, *((tensor, values) for _, tensor, _, values in self._parameters)]:
+            if not _same(tensor, values):
                 tensor.data.copy_(values)
-            for module, before in self._plain:
-                for name in _plain_of(module).keys() - before.keys():
-                    delattr(module, name)
-                vars(module).update(before)
-        return found
+        for module, buffers in self._buffers:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        for module, plain in self._plain:
+            for name in _plain_in(vars(module)).keys() - plain.keys():
+                delattr(module, name)
+            vars(module).update(plain)
+        for table, before in self._tables:
+            table.clear()
+            table.update(before)
 
 
-def _plain_of(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if type(value) in (bool, int, float)}
+def _is_small(tensor: Tensor) -> bool:
+    return not tensor.is_meta and tensor.numel() <= _LARGEST_SCALE
+
+
+def _plain_in(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if type(value) in (bool, int, float)}
+
+
+def _tables_of(module: nn.Module) -> list[dict[str, Any]]:
+    """Return the dicts of plain values alone that a module's own code has, such as one that tells which adapter is set up."""
+    named = [value for name, value in vars(module).items() if type(value) is dict and not name.startswith("_")]
+    return [table for table in named if len(_plain_in(table)) == len(table)]
 
 
 def _same(tensor: Tensor, values: Tensor) -> bool:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from streamgrad.engine.call import StreamedCall
-from streamgrad.engine.first_run import FirstRun, is_leaving_weights, with_graph
+from streamgrad.engine.first_run import FirstRun, is_leaving_weights, undone_if_refused, with_graph
 from streamgrad.engine.guards import RerunGuard, Unchanged, check_leaves
 from streamgrad.engine.kept_graphs import is_to_be_watched
 from streamgrad.engine.kv_chunk import Attended, Chunk, KeyValueStream, StopAfterWrite
@@ -80,10 +80,11 @@ def run_forward(
     """
     stream, spans = call.new_stream(h_BTE.shape[1]), call.spans(h_BTE.shape[1])
     trial = call.trial(h_BTE.shape[1]) if len(spans) > 1 else None
-    first_run = None
-    if guard is not None and (is_to_be_watched(call.modules) if trial is None else trial.is_due(h_BTE, before_backward=True)):
+    first_run, is_first = None, trial is not None and trial.is_due(h_BTE, before_backward=guard is not None)
+    if guard is not None and (is_first or (trial is None and is_to_be_watched(call.modules))):
         first_run = FirstRun(call.modules, call.name, of_input=h_BTE.requires_grad, of_part=trial is not None)
-    with call.surroundings():
+    is_new = is_first or first_run is not None
+    with call.surroundings(), undone_if_refused(call.modules) if is_new else nullcontext():
         # Detached, else chunks would require a gradient, and hooks on submodules would see that.
         return _ForwardPass(call, h_BTE.detach(), stream, tape, drawing, guard, kept, trial, first_run).run(spans), stream
 
