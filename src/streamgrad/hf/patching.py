@@ -37,6 +37,7 @@ class InstalledForward:
     def __init__(self, module: nn.Module, function: Callable[..., Any], stream: Any) -> None:
         self.module, self.function, self.stream = module, function, stream
         self._replaced: Callable[..., Any] | None = None
+        self._wrapped: Callable[..., Any] | None = None  # by Accelerate, which may take its wrapper away again
 
     @classmethod
     def on(cls, module: nn.Module) -> InstalledForward | None:
@@ -55,7 +56,7 @@ class InstalledForward:
         previous = self.on(self.module)
         if previous is not None:
             previous.remove()
-        self._replaced = self.module.__dict__.get("forward")
+        self._replaced, self._wrapped = (self.module.__dict__.get(name) for name in ("forward", "_original_forward"))
         # Straight into __dict__: these are settings of this instance, not submodules.
         self.module.__dict__["forward"] = self.module.__dict__["_streamgrad"] = self
 
@@ -63,14 +64,23 @@ class InstalledForward:
         self.stream = None
         self.module.__dict__.pop("_streamgrad", None)
         installed = self.module.__dict__.get("forward")
-        if installed is self or getattr(installed, "__func__", None) is self:
+        if installed is self or isinstance(getattr(installed, "__func__", None), _Unbound):
             del self.module.__dict__["forward"]
             if self._replaced is not None:
-                self.module.__dict__["forward"] = self._replaced
+                self.module.__dict__["forward"] = self.stock
 
     @property
     def stock(self) -> Callable[..., Any]:
+        if self._wrapped is not None and "_original_forward" not in self.module.__dict__:
+            return self._wrapped
         return self._replaced or types.MethodType(type(self.module).forward, self.module)
+
+    @property
+    def __func__(self) -> _Unbound:
+        """Return what Accelerate wraps and binds to the module, as it does with the function of a method."""
+        return _Unbound(self)
+
+    __wrapped__ = __func__  # what it binds when it takes its wrapper away
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -84,8 +94,6 @@ class InstalledForward:
 
     @torch.compiler.disable
     def _called(self, *args: Any, **kwargs: Any) -> Any:
-        if args and args[0] is self.module:  # Accelerate binds it as a method when it unwraps a model
-            args = args[1:]
         called = _module_under_call()
         if called is not None and called is not self.module and called.__dict__.get("_streamgrad") is self:
             return self._moved_to(called)(*args, **kwargs)
@@ -94,6 +102,25 @@ class InstalledForward:
         if torch.is_grad_enabled():  # else what is in a transform is left to stock
             refuse_transforms(type(self.module).__name__)
         return self.function(self.module, self.stock, self.stream, *args, **kwargs)
+
+
+class _Unbound:
+    """An `InstalledForward` that is called with the module first: a deep copy of the module binds it to the copy."""
+
+    def __init__(self, installed: InstalledForward) -> None:
+        self.installed = installed
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(type(self.installed.module).forward)
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if module is self.installed.module:
+            return self.installed(*args, **kwargs)
+        own = InstalledForward.on(module)
+        if own is None or module.__dict__.get("forward") is own:  # the copy was disabled, or it is what has called this
+            return type(module).forward(module, *args, **kwargs)
+        return own(*args, **kwargs)
 
 
 def warn_once(module: nn.Module, kind: str, text: str) -> None:
