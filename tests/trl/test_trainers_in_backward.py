@@ -22,6 +22,7 @@ from streamgrad.trl.command import Command
 from streamgrad.trl.command import train as train_by
 from streamgrad.trl.optimizer_place import check_optimizer_place
 from tiny import tiny_model, tokens
+from trainer_kinds import STREAM, build
 
 DATASET = [{"input_ids": tokens(1, 20, seed=i)[0], "labels": tokens(1, 20, seed=i)[0]} for i in range(8)]
 pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")  # torch's loader, on a machine without accelerator
@@ -151,3 +152,26 @@ def test_choices_of_the_command(monkeypatch):
         check(SimpleNamespace(max_grad_norm=0.0, world_size=2))
     with pytest.raises(ValueError, match="two places"):
         check(SimpleNamespace(), in_backward=True)
+
+
+@pytest.mark.parametrize("later", ["in backward", "ordinary", "stock with the callback"])
+def test_a_later_trainer_of_the_model_takes_over(tmp_path, later):
+    """SFT and then DPO, as of ordinary optimizers: the first trainer's makes none of the second one's updates."""
+    options = {"max_grad_norm": 0.0, "gradient_accumulation_steps": 1, "max_steps": 2, "learning_rate": 1e-2}
+    in_backward, weights = {"optimizer_in_backward": True}, []
+    for is_first_in_backward in (False, True):
+        model = tiny_model("qwen3")
+        with no_float32():
+            extra = in_backward if is_first_in_backward else {}
+            build("sft", tmp_path, model, streamed=True, extra=extra, **options).train()
+            if later == "stock with the callback":
+                arguments = TrainingArguments(
+                    output_dir=str(tmp_path), use_cpu=True, report_to=[], max_steps=2, max_grad_norm=0.0
+                )
+                Trainer(model=model, args=arguments, train_dataset=DATASET, callbacks=[StreamgradCallback(config=STREAM)]).train()
+            else:
+                extra = in_backward if is_first_in_backward and later == "in backward" else {}
+                build("dpo", tmp_path, model, streamed=True, extra=extra | {"ref_model": tiny_model("qwen3")}, **options).train()
+        assert (updates_of(model.lm_head.weight) is not None) == (is_first_in_backward and later == "in backward")
+        weights.append(dict(model.named_parameters()))
+    assert worst_gradient_error(*weights)[0] < 1e-9

@@ -8,6 +8,7 @@ A tensor that is used twice, such as tied embeddings, has its hook called when b
 from __future__ import annotations
 
 import functools
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -20,6 +21,7 @@ from streamgrad.hf.update_refusals import check_class, check_parameters, check_s
 from streamgrad.ops.accumulate import accumulator_dtype
 from streamgrad.ops.freed_gradient import TWICE, FreedGradient, held_gradient
 
+logger = logging.getLogger(__name__)
 _LAST_NORM = "last_grad_norm"
 
 
@@ -96,6 +98,18 @@ def updates_of(parameter: Tensor) -> InBackward | None:
     owner = getattr(parameter, _Owner.name, None)
     # A copy of a parameter has its attributes, but not its hook.
     return owner.optimizer if isinstance(owner, _Owner) and parameter in owner.optimizer._handles else None
+
+
+def end_updates_by_others(parameters: Iterable[Tensor], optimizer: Any) -> None:
+    """End the updates in backward of parameters that a trainer is about to train by this optimizer, or by one yet to be made.
+
+    An earlier trainer's optimizer would still make them. It can go on as an ordinary one, after this.
+    """
+    own = getattr(optimizer, "optimizer", optimizer)  # in Accelerate's wrapper
+    for other in {updates_of(parameter) for parameter in parameters} - {None, own}:
+        assert other is not None
+        other.remove()
+        logger.info("streamgrad: %s updates no parameters in backward any more: another trainer begins", type(other).__name__)
 
 
 def _updated(parameter: Tensor) -> None:

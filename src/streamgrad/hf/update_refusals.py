@@ -55,7 +55,7 @@ def check_parameters(model: Any, parameters: Sequence[Tensor], taken: Sequence[T
     if taken:
         raise ValueError(
             f"{len(taken)} of {len(parameters)} parameters are already updated in backward by another optimizer. Call remove() "
-            "on that one first."
+            "on that one first (of a trainer: trainer.optimizer.optimizer.remove())."
         )
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     for module in modules:

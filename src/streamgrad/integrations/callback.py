@@ -13,6 +13,7 @@ from transformers.trainer_callback import CallbackHandler
 from streamgrad.api import enable
 from streamgrad.config import StreamConfig
 from streamgrad.hf.discover import find_decoder, unwrap
+from streamgrad.hf.in_backward import end_updates_by_others
 from streamgrad.hf.patching import InstalledForward
 from streamgrad.hf.status import note_optimizer, peak_bytes_so_far
 from streamgrad.parallel import make_zero3_leaves
@@ -59,6 +60,7 @@ class StreamgradCallback(TrainerCallback):
         """Enable the model if that was not possible before, and refuse what an engine has made of it meanwhile."""
         check_trainer_arguments(args)
         enable_for_training(model, self.config)
+        end_updates_by_others(model.parameters(), kwargs.get("optimizer"))
         note_optimizer(model, kwargs.get("optimizer"))
         _go_before_reports(self)
 

@@ -24,7 +24,8 @@ _GONE = (
     "{what} asks for a gradient that an optimizer in backward has used and freed: its parameter is updated already, so clipping "
     "by the global norm or by value, and a GradScaler, come too late. To clip, pass max_grad_norm to optimizer_in_backward: it "
     "clips by the norm of the step before, or keep gradients on the host (docs/optimizers.md). To read the norm, take "
-    "optimizer.grad_norm. Instead of a GradScaler, train in bf16."
+    "optimizer.grad_norm. Instead of a GradScaler, train in bf16. If that optimizer is of an earlier run, call its "
+    "remove() (of a trainer: trainer.optimizer.optimizer.remove())."
 )
 
 

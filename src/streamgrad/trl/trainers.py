@@ -20,7 +20,7 @@ from trl import DistillationTrainer, DPOTrainer, GRPOTrainer, KTOTrainer, Reward
 from streamgrad.config import StreamConfig
 from streamgrad.engine.temporary import temporary_attribute, temporary_attributes
 from streamgrad.hf.discover import unwrap
-from streamgrad.hf.in_backward import optimizer_in_backward
+from streamgrad.hf.in_backward import end_updates_by_others, optimizer_in_backward
 from streamgrad.hf.patching import InstalledForward
 from streamgrad.hf.status import note_optimizer, peak_bytes_so_far, show_messages
 from streamgrad.parallel import failures_told
@@ -96,6 +96,7 @@ class _Streamed:
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Create the trainer's own optimizer with its groups, as one in backward or on the host where that was asked for."""
         trainer: Any = self
+        end_updates_by_others(trainer.model.parameters(), trainer.optimizer)
         if trainer.optimizer is None and (self.optimizer_in_backward or self.optimizer_on_host):
             kind, options = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(self.args, self.model)
             limit = self.args.max_grad_norm or None
