@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import streamgrad
 from gradients import errors_by_name, no_float32
 from streamgrad.hf import step_plan, weights_ahead
-from streamgrad.hf.sharded import groups_of
+from streamgrad.hf.sharded import fsdp_groups_of
 from streamgrad.hf.weights_ahead import _Arrived
 from tiny import tiny_model, tokens
 
@@ -59,7 +59,7 @@ def fetched(monkeypatch):
 
 
 def parameters_of(layer):
-    return [each for group in groups_of(layer) for each in group.fsdp_params]
+    return [each for group in fsdp_groups_of(layer) for each in group.fsdp_params]
 
 
 def left_over(model):

@@ -24,8 +24,8 @@ from streamgrad.attention.backends.block import merge
 from streamgrad.attention.masks import CausalMask, DenseMask, Part
 from streamgrad.attention.trees import TreeMask, band_mask
 from streamgrad.attention.varlen import VarlenMask
-from streamgrad.engine.kv_chunk import Attended, Chunk, KeyValueStream, SeamError, with_dense_rows
-from streamgrad.engine.trial import Span, attend_alone
+from streamgrad.engine.kv_chunk import Attended, Chunk, KeyValueStream, SeamError, Span, with_dense_rows
+from streamgrad.engine.trial import attend_alone
 from streamgrad.memory.costs import KEYS_AT_ONCE
 from streamgrad.ops.accumulate import accumulator_dtype, as_sum
 from streamgrad.ops.autograd import Function, first_order_only
@@ -144,15 +144,11 @@ def _earlier_keys_first(pieces: list[Piece], start: int) -> list[Piece]:
     earlier, others = [], []
     for piece in pieces:
         (first, last), block = piece.keys, piece.block
-        if first < start and block.causal and _is_plain(block):
+        if first < start and block.causal and block.is_plain:
             earlier.append(piece._replace(keys=(first, start), block=replace(block, causal=False)))
             piece = piece._replace(keys=(start, last), opens=False)
         others.append(piece)
     return earlier + others
-
-
-def _is_plain(block: Block) -> bool:
-    return block.mask is None and block.varlen is None and block.window is None and block.dropout == 0.0
 
 
 def _widened(tensor_BHLD: Tensor, size: int) -> Tensor:
@@ -297,7 +293,7 @@ def _split_keys(piece: Piece) -> list[Piece]:
     Kernels allocate gradients and workspace for all their keys, with grouped queries even per query head: tens of kB per key.
     """
     (first, last), block = piece.keys, piece.block
-    if not _is_plain(block):
+    if not block.is_plain:
         return [piece]
     rows = piece.queries[1] - piece.queries[0] if block.causal else 0
     parts = []

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,18 +61,23 @@ def has_weights(name: str) -> bool:
     return name not in preset_names() and any(file for kind in ("*.safetensors", "*.bin") for file in Path(name).glob(kind))
 
 
+def random_ids(model: PreTrainedModel, tokens: int, device: torch.device) -> Tensor:
+    """Return one row of so many random tokens of the model's vocabulary, the same in every call."""
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    return torch.randint(vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0)).to(device)
+
+
 def steps_of(model: PreTrainedModel, tokens: int, runs: int, device: torch.device) -> Iterator[Cell]:
     """Yield a cell for gradient checkpointing and one for streaming, on the same random tokens."""
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    ids_BT = torch.randint(vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0)).to(device)
-    for method, switched_on in (("checkpointing", _checkpointing), ("streamgrad", _streamed)):
+    ids_BT = random_ids(model, tokens, device)
+    for method, switched_on in (("checkpointing", checkpointing), ("streamgrad", streamed)):
         with switched_on(model):
             cell = _measure(model, ids_BT, method, runs, device)
         yield cell
 
 
 @contextmanager
-def _checkpointing(model: PreTrainedModel) -> Iterator[None]:
+def checkpointing(model: PreTrainedModel) -> Iterator[None]:
     model.gradient_checkpointing_enable()
     try:
         yield
@@ -80,8 +86,8 @@ def _checkpointing(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def _streamed(model: PreTrainedModel) -> Iterator[None]:
-    streamgrad.enable(model)
+def streamed(model: PreTrainedModel, **options: Any) -> Iterator[None]:
+    streamgrad.enable(model, **options)
     try:
         yield
     finally:

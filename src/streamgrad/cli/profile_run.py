@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-import streamgrad
-from streamgrad.cli.bench_run import measured_model
+from streamgrad.cli.bench_run import checkpointing, measured_model, random_ids, streamed
 from streamgrad.hf.presets import check_found
 from streamgrad.profile.snapshot import recorder_for
 from streamgrad.profile.timeline import Timeline
@@ -40,18 +39,12 @@ def record_both(model: PreTrainedModel, tokens: int, device: torch.device, **opt
 
     `options` are those of `streamgrad.enable`.
     """
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    ids = torch.randint(vocabulary, (1, tokens), generator=torch.Generator().manual_seed(0)).to(device)
-    model.gradient_checkpointing_enable()
-    try:
-        checkpointing = record(model, ids)
-    finally:
-        model.gradient_checkpointing_disable()
-    streamgrad.enable(model, **options)
-    try:
-        return {CHECKPOINTING: checkpointing, STREAMED: record(model, ids)}
-    finally:
-        streamgrad.disable(model)
+    ids, timelines = random_ids(model, tokens, device), dict[str, Timeline]()
+    with checkpointing(model):
+        timelines[CHECKPOINTING] = record(model, ids)
+    with streamed(model, **options):
+        timelines[STREAMED] = record(model, ids)
+    return timelines
 
 
 def record(model: PreTrainedModel, ids: Tensor) -> Timeline:

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _module
 
 from streamgrad.engine.guards import AdapterFacts
+from streamgrad.engine.module_walk import HOOKS, OF_ALL_MODULES
 
 _PLAIN = frozenset({bool, float, str, type(None)})
-_OF_ALL_MODULES = frozenset(nn.Module().__dict__)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def contents_of(modules: Sequence[nn.Module], adapters: AdapterFacts) -> Hashable:
@@ -28,7 +27,7 @@ def contents_of(modules: Sequence[nn.Module], adapters: AdapterFacts) -> Hashabl
             weakref.ref(module),
             type(module).forward,
             switches_in(module.__dict__),
-            *(tuple(module.__dict__[kind]) for kind in _HOOKS),
+            *(tuple(module.__dict__[kind]) for kind in HOOKS),
             *(_version(p, module) for p in module._parameters.values() if p is not None),
             *(buffer._version for buffer in module._buffers.values() if buffer is not None),
             None if module is modules[0] else identity(module.__dict__.get("forward")),
@@ -47,7 +46,7 @@ def switches_in(values: Mapping[str, Any]) -> Hashable:
             found.append((name, value))
         elif kind is Tensor:
             found.append((name, Tensor))
-        elif kind is dict and name not in _OF_ALL_MODULES:
+        elif kind is dict and name not in OF_ALL_MODULES:
             found.append((name, *((str(key), each) for key, each in value.items() if type(each) in _PLAIN)))
     return tuple(found)
 

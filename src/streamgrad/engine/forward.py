@@ -26,12 +26,12 @@ from streamgrad.engine.call import StreamedCall
 from streamgrad.engine.first_run import FirstRun, is_leaving_weights, undone_if_refused, with_graph
 from streamgrad.engine.guards import RerunGuard, Unchanged, check_leaves
 from streamgrad.engine.kept_graphs import is_to_be_watched
-from streamgrad.engine.kv_chunk import Attended, Chunk, KeyValueStream, StopAfterWrite
+from streamgrad.engine.kv_chunk import Attended, Chunk, KeyValueStream, Span, StopAfterWrite
 from streamgrad.engine.projection import noting_projection
 from streamgrad.engine.replay import RandomTape
 from streamgrad.engine.saved import Reader, Saved
 from streamgrad.engine.shortage import is_only_process
-from streamgrad.engine.trial import Span, Trial
+from streamgrad.engine.trial import Trial
 from streamgrad.engine.unread import UnreadProducts
 from streamgrad.engine.value_choices import ValueChoices, chose_before, note_choice
 from streamgrad.ops.memory_label import labelled, memory_label

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streamgrad.engine.grad_accumulator import may_be_deferred
 from streamgrad.ops.autograd import Function, first_order_only
 from streamgrad.ops.deferred import Deferred
 
@@ -47,6 +48,8 @@ def four_bit_product(module: Any, hidden: Tensor, *, label: Any, given: Tensor |
         return None
     if tuple(state.shape) != (module.out_features, module.in_features):
         return None  # quantised as its transpose
+    if given is None and not may_be_deferred(hidden.dtype):
+        return None
     if torch.is_grad_enabled():
         return _Product.apply(hidden, weight, label, given)
     return _deferred(hidden, weight, label) if given is None else given

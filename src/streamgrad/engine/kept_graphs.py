@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from streamgrad.engine.module_walk import hooks_of, parameters_in
+from streamgrad.engine.module_walk import OF_ALL_MODULES, hooks_of, parameters_in
 
 
 def keeping(name: str) -> str:
@@ -158,7 +158,6 @@ class _Hook:
 
 # Of nearly all attributes of modules: to ask whether they are tensors takes ten times as long.
 _NO_TENSORS = frozenset({bool, int, float, str, type(None), OrderedDict, set, MethodType, partial})
-_OF_ALL_MODULES = frozenset(nn.Module().__dict__)
 
 
 def _stored(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, Any, list[Tensor]]]:
@@ -166,7 +165,7 @@ def _stored(modules: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, str, Any,
     for module in modules:
         for name, value in module.__dict__.items():
             kind = type(value)
-            if kind not in _NO_TENSORS and name not in _OF_ALL_MODULES:
+            if kind not in _NO_TENSORS and name not in OF_ALL_MODULES:
                 held = value.values() if kind is dict else value if kind in (list, tuple, deque) else [value]
                 found = [each for each in held if isinstance(each, Tensor) and _node_of(each) is not None]
                 if found:

@@ -20,8 +20,10 @@ from streamgrad.engine.ulysses import ALONE, Arriving, SequenceSharing
 from streamgrad.ops.accumulate import as_sum, zeros_for_sum
 from streamgrad.ops.memory_label import labelled, relabel
 
+Span = tuple[int, int]  # tokens [start, stop)
 
-def spans(length: int, chunk_size: int, uncut: Sequence[tuple[int, int]] = ()) -> list[tuple[int, int]]:
+
+def spans(length: int, chunk_size: int, uncut: Sequence[Span] = ()) -> list[Span]:
     """Return `[(0, c), (c, 2c), ...]` up to `length`, with no border inside one of `uncut`, which are apart and in order.
 
     A span ends before an uncut one that it cannot hold, and is longer than `chunk_size` only if that one is.
@@ -43,7 +45,7 @@ def with_dense_rows(tensor_BHLD: Tensor) -> Tensor:
 
 
 class StopAfterWrite(Exception):
-    """Raised by `Chunk.receive` to leave a layer's forward as soon as its keys and values are written."""
+    """Raised by a chunk to leave a layer's forward as soon as its keys and values, and states, are written."""
 
 
 # Keys [first, last), and a gradient of these keys and their values.

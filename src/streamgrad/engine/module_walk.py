@@ -10,6 +10,10 @@ from collections.abc import Hashable, Iterable, Sequence
 from torch import Tensor, nn
 from torch.nn.modules import module as _module
 
+# Attributes that every module has, among them its hooks by kind.
+OF_ALL_MODULES = frozenset(nn.Module().__dict__)
+HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+
 
 def modules_of(root: nn.Module, *, but_for: Sequence[nn.Module] = ()) -> list[nn.Module]:
     """Return `root.modules()`, without walking into the modules `but_for`."""

@@ -19,10 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from streamgrad.engine.four_bit_maps import four_bit_product, is_four_bit_linear
-from streamgrad.engine.grad_accumulator import GradAccumulator, linear
 from streamgrad.engine.kv_chunk import Attended, Chunk
-from streamgrad.engine.linear_maps import Noting, is_plain_linear
+from streamgrad.engine.linear_maps import Noting, multiplies, product_of
 from streamgrad.engine.temporary import temporary_attributes
 from streamgrad.engine.unread import is_left_out
 from streamgrad.ops.autograd import in_transform
@@ -39,7 +37,7 @@ def noting_projection(run: Callable[[Tensor], Tensor], modules: Sequence[nn.Modu
     layer = modules[0]
     known = _READERS.get(layer)
     tried = modules[1:] if known is None else [module for module in (each() for each in known) if module is not None]
-    maps = [module for module in tried if _multiplies(module) and not is_left_out(layer, module)]
+    maps = [module for module in tried if multiplies(module) and not is_left_out(layer, module)]
     products: list[tuple[nn.Module, Tensor, int]] = []
 
     def noted(module: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -63,14 +61,14 @@ def noting_projection(run: Callable[[Tensor], Tensor], modules: Sequence[nn.Modu
 
 def given_projection(run: Callable[..., Tensor], layer: nn.Module, attended: Attended) -> Callable[..., Tensor]:
     """Return `run`, in which the map of the layer that reads this attention returns the product that was kept with it, once."""
-    maps = [module for module in (each() for each in _READERS.get(layer, ())) if module is not None and _multiplies(module)]
+    maps = [module for module in (each() for each in _READERS.get(layer, ())) if module is not None and multiplies(module)]
     product = attended.projection_BLE
     given = [] if product is None else [product]
 
     def forward(module: Any, *args: Any, **kwargs: Any) -> Tensor:
         out = None
         if given and not torch.compiler.is_compiling() and _reads(args, attended):
-            out = _product(module, args[0], given.pop())
+            out = product_of(module, args[0], given=given.pop())
         return type(module).forward(module, *args, **kwargs) if out is None else out
 
     def with_product(*args: Any) -> Tensor:
@@ -80,10 +78,6 @@ def given_projection(run: Callable[..., Tensor], layer: nn.Module, attended: Att
     return with_product
 
 
-def _multiplies(module: nn.Module) -> bool:
-    return is_plain_linear(module) or is_four_bit_linear(module)
-
-
 def _reads(args: tuple[Any, ...], attended: Attended | None) -> bool:
     """Return whether a map is called with nothing but what attention has returned."""
     # A fake tensor in dry runs, which count what is kept.
@@ -91,12 +85,3 @@ def _reads(args: tuple[Any, ...], attended: Attended | None) -> bool:
         return False
     ours, theirs = args[0], attended.out_BHLD
     return ours.numel() == theirs.numel() and ours.untyped_storage()._cdata == theirs.untyped_storage()._cdata
-
-
-def _product(module: Any, input: Tensor, given: Tensor) -> Tensor | None:
-    """Return the module's product, `given`, with its graph; None where the module does more than multiply."""
-    if type(module) is not nn.Linear:
-        return four_bit_product(module, input, label=module, given=given)
-    if type(module.weight) not in (Tensor, nn.Parameter, GradAccumulator) or input.is_complex():
-        return None
-    return linear(input, module.weight, module.bias, given=given)

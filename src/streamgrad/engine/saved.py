@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 
 from streamgrad.engine.host_offload import HostStore, Shelf
-from streamgrad.engine.kv_chunk import Attended
+from streamgrad.engine.kv_chunk import Attended, Span
 from streamgrad.ops.memory_label import labelled, memory_label
-
-Span = tuple[int, int]
 
 
 class Saved(Protocol):

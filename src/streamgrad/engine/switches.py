@@ -17,9 +17,9 @@ from torch import nn
 
 from streamgrad.engine.first_run import is_leaving_weights
 from streamgrad.engine.kept_graphs import attributes_with_graphs
+from streamgrad.engine.module_walk import HOOKS
 
 _PLAIN = frozenset({bool, int, float, str, type(None), FunctionType, MethodType, BuiltinFunctionType})
-_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 _ABOUT_HOOKS = "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"
 _ABSENT = object()
 
@@ -70,7 +70,7 @@ class _Noted(NamedTuple):
         if self.attributes["_modules"] != self.children:
             yield _Change(self.attributes, "_modules", self.children, self.attributes["_modules"])
         if _hooks(self.attributes) != self.hooks:
-            for name in (*_HOOKS, *_ABOUT_HOOKS):
+            for name in (*HOOKS, *_ABOUT_HOOKS):
                 yield _Change(self.attributes, name, OrderedDict(self.hooks.get(name, ())), self.attributes[name])
 
 
@@ -104,9 +104,9 @@ def _plain(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 def _hooks(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Return copies of a module's hooks by kind, nothing if it has none."""
-    if not any(attributes[name] for name in _HOOKS):
+    if not any(attributes[name] for name in HOOKS):
         return {}
-    return {name: attributes[name].copy() for name in (*_HOOKS, *_ABOUT_HOOKS)}
+    return {name: attributes[name].copy() for name in (*HOOKS, *_ABOUT_HOOKS)}
 
 
 def _set(attributes: dict[str, Any], name: str, value: Any) -> None:

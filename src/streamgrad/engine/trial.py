@@ -33,14 +33,13 @@ from streamgrad.engine.contents import contents_of
 from streamgrad.engine.grad_accumulator import stand_in, swapped_parameters
 from streamgrad.engine.guards import AdapterFacts, check_leaves
 from streamgrad.engine.kept_graphs import keeping, keeps_a_graph, nodes_from, note_watched
-from streamgrad.engine.kv_chunk import Chunk, SeamError
+from streamgrad.engine.kv_chunk import Chunk, SeamError, Span
 from streamgrad.engine.linear_maps import nobody_watches
 from streamgrad.engine.module_walk import buffers_in, modules_of, parameters_in
 from streamgrad.engine.replay import DRAWING, Autocast
 from streamgrad.engine.trial_draws import without_draws
 from streamgrad.ops.autograd import own_graph
 
-Span = tuple[int, int]
 # Runs the layer chunk by chunk over the spans and returns its output for all tokens.
 RunChunks = Callable[[Tensor, Sequence[Span]], Tensor]
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.replay import RandomTape
+from streamgrad.engine.temporary import temporary_attributes
 
 # Runs the layer on some tokens, (B, N, E), and returns its output.
 Run = Callable[[Tensor], Tensor]
@@ -149,13 +150,5 @@ def _dropouts(modules: Sequence[nn.Module]) -> list[nn.Module]:
     return [module for module in modules if isinstance(module, _DropoutNd)]
 
 
-@contextlib.contextmanager
-def _in_eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
-    training = [module for module in modules if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
+def _in_eval_mode(modules: Sequence[nn.Module]) -> contextlib.AbstractContextManager[None]:
+    return temporary_attributes((module, "training", False) for module in modules)

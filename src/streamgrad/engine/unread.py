@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _module
 
-from streamgrad.engine.four_bit_maps import four_bit_product, is_four_bit_linear
-from streamgrad.engine.grad_accumulator import GradAccumulator, linear, may_be_deferred
-from streamgrad.engine.linear_maps import Noting, is_plain_linear, is_watched
+from streamgrad.engine.grad_accumulator import may_be_deferred
+from streamgrad.engine.linear_maps import Noting, is_watched, multiplies, product_of
 from streamgrad.engine.temporary import temporary_attributes
 from streamgrad.ops.autograd import in_transform
 from streamgrad.ops.deferred import Deferred
@@ -66,7 +65,7 @@ class UnreadProducts:
         else:
             self._is_tried, forward = True, _forward
             modules = [module for module in (each() for each in self._maps) if module is not None]
-        linear_maps = [module for module in modules if is_plain_linear(module) or is_four_bit_linear(module)]
+        linear_maps = [module for module in modules if multiplies(module)]
         return temporary_attributes((module, "forward", kind(forward, module)) for module in linear_maps)
 
     def learn(self, out: Tensor) -> None:
@@ -114,8 +113,5 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Return what the module's own forward does, deferred unless its operands are of classes with operations of their own."""
     input, product = args[0] if args else None, None
     if type(input) is Tensor and input.dim() > 1 and not torch.compiler.is_compiling() and not in_transform():
-        if type(module) is not nn.Linear:
-            product = four_bit_product(module, input, label=module) if may_be_deferred(input.dtype) else None
-        elif type(module.weight) in (Tensor, nn.Parameter, GradAccumulator) and not input.is_complex():
-            product = linear(input, module.weight, module.bias, label=module)
+        product = product_of(module, input)
     return type(module).forward(module, *args, **kwargs) if product is None else product

@@ -19,13 +19,12 @@ from torch import Tensor
 from streamgrad.engine.replay import as_autocast
 from streamgrad.engine.shortage import in_head
 from streamgrad.head.linear_head import HeadGradients, LinearHead, LogitMap
-from streamgrad.head.targets import TargetRows, flatten, refuse_own_operations, refuse_two_dtypes
+from streamgrad.head.targets import IGNORED, TargetRows, flatten, refuse_own_operations, refuse_two_dtypes
 from streamgrad.ops.accumulate import accumulator_dtype
 from streamgrad.ops.autograd import first_order_only, refuse_transforms
 from streamgrad.ops.memory_label import labelled
 
 _BETAS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}
-_LEFT_OUT = -100
 
 
 def linear_divergence(
@@ -71,7 +70,7 @@ def linear_divergence(
     rows = TargetRows(
         kept_N,
         vocabulary=student_weight.shape[0],
-        ignore_index=_LEFT_OUT,
+        ignore_index=IGNORED,
         chunk_size=chunk_size,
         itemsize=2 * accumulator_dtype(student_NE.dtype).itemsize,
     )
@@ -104,13 +103,13 @@ def _check_teacher(student_weight: Tensor, hidden: Tensor, weight: Tensor, bias:
 
 
 def kept_tokens(hidden: Tensor, mask: Tensor | None) -> Tensor:
-    """Return, in place of targets, 0 for the tokens that count and `_LEFT_OUT` for the others."""
+    """Return, in place of targets, 0 for the tokens that count and `IGNORED` for the others."""
     kept = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
     if mask is None:
         return kept
     if mask.shape != kept.shape:
         raise ValueError(f"mask has shape {tuple(mask.shape)}. Pass one entry per token, of shape {tuple(kept.shape)}.")
-    return kept.masked_fill_(mask.to(kept.device) == 0, _LEFT_OUT)
+    return kept.masked_fill_(mask.to(kept.device) == 0, IGNORED)
 
 
 class _LinearDivergence(torch.autograd.Function):
@@ -169,15 +168,19 @@ def log_probs(head: LinearHead, hidden_NE: Tensor) -> Tensor:
 
 
 @labelled("logits")
-def _divergence(student: LinearHead, student_NE: Tensor, teacher: LinearHead, teacher_NE: Tensor, beta: float) -> Tensor:
+def _divergence(student: LinearHead, student_NE: Tensor, teacher: LinearHead, teacher_NE: Tensor, share: float) -> Tensor:
     """Return one chunk's divergences."""
-    logp_NV, logq_NV = log_probs(student, student_NE), log_probs(teacher, teacher_NE)
-    if beta == 0.0:
+    return divergence_of(log_probs(student, student_NE), log_probs(teacher, teacher_NE), share)
+
+
+def divergence_of(logp_NV: Tensor, logq_NV: Tensor, share: float) -> Tensor:
+    """Return the divergence of each row, from the log-probabilities of student and teacher, which has `share` of the mixture."""
+    if share == 0.0:
         return _kl(logq_NV, logp_NV)
-    if beta == 1.0:
+    if share == 1.0:
         return _kl(logp_NV, logq_NV)
-    logm_NV = log_mixture(logp_NV, logq_NV, beta)
-    return beta * _kl(logq_NV, logm_NV) + (1.0 - beta) * _kl(logp_NV, logm_NV)
+    logm_NV = log_mixture(logp_NV, logq_NV, share)
+    return share * _kl(logq_NV, logm_NV) + (1.0 - share) * _kl(logp_NV, logm_NV)
 
 
 @labelled("logits")

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from streamgrad.engine.contents import identity
 from streamgrad.engine.grad_accumulator import GradAccumulators
 from streamgrad.engine.guards import NO_ADAPTERS, check_leaves, gradient_of_input
-from streamgrad.engine.kv_chunk import SeamError
+from streamgrad.engine.kv_chunk import SeamError, Span
 from streamgrad.engine.module_walk import modules_of, trainable_parameters
 from streamgrad.engine.replay import DRAWING
 from streamgrad.engine.shortage import in_head
-from streamgrad.engine.trial import RunChunks, Span, Trial
+from streamgrad.engine.trial import RunChunks, Trial
 from streamgrad.head.linear_head import LogitMap
 from streamgrad.head.targets import TargetRows
 from streamgrad.ops.accumulate import accumulator_dtype, scaled, zeros_for_sum

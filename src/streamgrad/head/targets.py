@@ -12,6 +12,8 @@ from streamgrad.memory.device import device_memory
 from streamgrad.memory.head_chunk import FREE_SHARE, SHORTEST_CHUNK, head_chunk_within
 
 CHUNK_WITHOUT_GPU = 2048
+# The target of a token that predicts nothing, as torch and transformers have it.
+IGNORED = -100
 
 
 class TargetRows:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from streamgrad.engine.replay import as_autocast
 from streamgrad.engine.shortage import in_head
-from streamgrad.head.divergence import kept_tokens, log_mixture, log_probs, teacher_share
+from streamgrad.head.divergence import divergence_of, kept_tokens, log_probs, teacher_share
 from streamgrad.head.linear_head import HeadGradients, LinearHead, LogitMap
-from streamgrad.head.targets import TargetRows, flatten, refuse_own_operations, refuse_two_dtypes
+from streamgrad.head.targets import IGNORED, TargetRows, flatten, refuse_own_operations, refuse_two_dtypes
 from streamgrad.ops.accumulate import accumulator_dtype
 from streamgrad.ops.autograd import first_order_only, refuse_transforms
 from streamgrad.ops.memory_label import labelled
@@ -93,7 +93,7 @@ def linear_topk_divergence(
     there_NK = logq_NK > -torch.inf
     logp_NK, logq_NK = (torch.where(there_NK, log_NK, _NOTHING) for log_NK in (logp_NK, logq_NK))
     complete = _with_tail if add_tail else torch.log_softmax
-    divergence_N = _divergence(complete(logp_NK, dim=-1), complete(logq_NK, dim=-1), share).view(shape)
+    divergence_N = divergence_of(complete(logp_NK, dim=-1), complete(logq_NK, dim=-1), share).view(shape)
     return divergence_N if mask is None else torch.where(mask.to(divergence_N.device) != 0, divergence_N, 0.0)
 
 
@@ -110,7 +110,7 @@ def _rows(
     rows = TargetRows(
         kept_N,
         vocabulary=len(weight),
-        ignore_index=-100,
+        ignore_index=IGNORED,
         chunk_size=chunk_size,
         itemsize=accumulator_dtype(hidden_NE.dtype).itemsize,
     )
@@ -137,16 +137,6 @@ def _with_tail(log_NK: Tensor, dim: int) -> Tensor:
     """Return the log-probabilities and, behind them, that of all other tokens together."""
     known_N1 = log_NK.logsumexp(dim, keepdim=True).clamp(max=_MOST)
     return torch.cat([log_NK, torch.log(-torch.expm1(known_N1))], dim)
-
-
-def _divergence(logp_NK: Tensor, logq_NK: Tensor, share: float) -> Tensor:
-    def kl(loga_NK: Tensor, logb_NK: Tensor) -> Tensor:
-        return (loga_NK.exp() * (loga_NK - logb_NK)).sum(dim=-1)
-
-    if share in (0.0, 1.0):
-        return kl(logp_NK, logq_NK) if share else kl(logq_NK, logp_NK)
-    logm_NK = log_mixture(logp_NK, logq_NK, share)
-    return share * kl(logq_NK, logm_NK) + (1.0 - share) * kl(logp_NK, logm_NK)
 
 
 class _LogProbsOf(torch.autograd.Function):

@@ -29,13 +29,11 @@ from streamgrad.engine.temporary import temporary_attribute
 from streamgrad.head.cross_entropy import quotient, summed_cross_entropy
 from streamgrad.head.linear_head import LogitMap
 from streamgrad.head.module_head import summed_module_cross_entropy
-from streamgrad.head.targets import TargetRows, flatten, is_plain
+from streamgrad.head.targets import IGNORED, TargetRows, flatten, is_plain
 from streamgrad.hf.causal_loss import (
-    IGNORED,
     check_labels,
     refuse_labels_to_be_shifted,
     refuse_other_arguments,
-    tokens_of,
     why_full_logits,
 )
 from streamgrad.hf.decoder import masks_by_chunk
@@ -48,6 +46,7 @@ from streamgrad.hf.patching import (
     not_compiled,
     own_forward,
     signature_of,
+    tokens_of,
     warn_once,
 )
 from streamgrad.hf.sequence_slices import with_whole_mask

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from transformers.loss import loss_utils
 
 from streamgrad.engine.kv_chunk import SeamError
+from streamgrad.head.targets import IGNORED
 from streamgrad.hf.mask_checks import check_predictions
+from streamgrad.hf.patching import tokens_of
 from streamgrad.hf.sequence_slices import shared_sequence_group
 
-IGNORED = -100
 # Equal to torch's, with kernels of its own; `apply_liger_kernel_to_...(cross_entropy=True)` puts it in torch's place.
 _EQUALS_CROSS_ENTROPY = "liger_kernel.transformers.functional"
 
@@ -72,12 +73,6 @@ def _equal(passed: Any, given: Any) -> bool:
     if isinstance(passed, Tensor) and isinstance(given, Tensor):
         return passed.shape == given.shape and torch.equal(passed, given.to(passed))
     return bool(passed == given)
-
-
-def tokens_of(arguments: dict[str, Any]) -> Tensor | None:
-    """Return the input of a call: its tokens, or its embeddings where it is given those."""
-    given = arguments.get("input_ids")
-    return arguments.get("inputs_embeds") if given is None else given
 
 
 def refuse_labels_to_be_shifted(model: Any, arguments: dict[str, Any]) -> None:

@@ -49,5 +49,4 @@ def choices(estimator: Estimator) -> list[Choice]:
 def _held(estimator: Estimator) -> float:
     """Return what one GPU holds of weights, optimizer state and gradients when backward ends."""
     shape, state = estimator.shape, estimator.state
-    trainable = shape.layers * shape.layer_trainable + shape.outside_trainable
-    return sum(state.device.values()) + state.gradient_share * shape.itemsize * trainable
+    return sum(state.device.values()) + state.gradient_share * shape.itemsize * shape.trainable

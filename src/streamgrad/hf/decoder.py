@@ -61,6 +61,7 @@ from streamgrad.hf.patching import (
     not_compiled,
     own_forward,
     signature_of,
+    tokens_of,
 )
 from streamgrad.hf.peft import PEFT_ADAPTERS
 from streamgrad.hf.plain_pass import attention_of, plain_layers, whole_step
@@ -214,7 +215,7 @@ def _should_stream(decoder: Any, stream: DecoderStream, arguments: dict[str, Any
         return True
     if in_transform():
         return False
-    tokens = arguments.get("input_ids") if arguments.get("input_ids") is not None else arguments.get("inputs_embeds")
+    tokens = tokens_of(arguments)
     use_cache = arguments.get("use_cache")
     fills_cache = getattr(decoder.config, "use_cache", False) if use_cache is None else use_cache
     has_cache = arguments.get("past_key_values") is not None

@@ -14,7 +14,7 @@ import importlib
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -22,16 +22,18 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, masking_utils
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from streamgrad.config import StreamConfig
 from streamgrad.engine.kv_chunk import Attended, Chunk
 from streamgrad.engine.module_walk import modules_of, parameters_in
 from streamgrad.engine.recurrent_chunk import RecurrentChunk, RecurrentStream
+from streamgrad.engine.temporary import temporary_attribute
 from streamgrad.hf.configs import check_alike, short_reason, with_layers
 from streamgrad.hf.decoder import DecoderStream, decoder_forward
 from streamgrad.hf.discover import decoder_layers, find_decoder, has_attention, is_recurrent, sliding_window
 from streamgrad.hf.patching import InstalledForward
+from streamgrad.hf.seams import documents_of_sequence
 from streamgrad.hf.step_facts import kind_of_layer
 from streamgrad.hf.step_plan import Sample
 from streamgrad.hf.whole_step import WholeStep
@@ -132,7 +134,7 @@ def profile_layer(model: PreTrainedModel, *, fused_parts: bool, every_kind: bool
     recorder = _Recorder({id(layer): numbers[kind_of_layer(layer)] for layer in measured})
     stream.backends, stream.planner = [recorder.attention], recorder  # type: ignore[assignment]
     installed = InstalledForward(decoder, decoder_forward, stream)
-    with FakeTensorMode(), _with_fake_parameters(decoder, measured), _shapes_for_kernels(), _no_packing():
+    with FakeTensorMode(), _with_fake_parameters(decoder, measured), _shapes_for_kernels(), documents_of_sequence(None):
         installed.install()
         ids = torch.zeros(1, TOKENS, dtype=torch.long)
         try:
@@ -298,26 +300,9 @@ class _ShapesOfKernels:
         return [x_BHLD.new_empty(x_BHLD.transpose(1, 2).shape).transpose(1, 2) for x_BHLD in heads]
 
 
-@contextmanager
-def _shapes_for_kernels() -> Iterator[None]:
+def _shapes_for_kernels() -> AbstractContextManager[None]:
     """Within the block, fused parts make no more tensors than their kernels do."""
-    stock = fused.code_for
-    fused.code_for = lambda tensor: _ShapesOfKernels
-    try:
-        yield
-    finally:
-        fused.code_for = stock
-
-
-@contextmanager
-def _no_packing() -> Iterator[None]:
-    """Within the block, transformers does not look into position ids for packed documents: fake ones have no values."""
-    stock = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = stock
+    return temporary_attribute(fused, "code_for", lambda tensor: _ShapesOfKernels)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from streamgrad.hf.report import Outlook, Report
 from streamgrad.hf.shapes import shape_of
 from streamgrad.memory.costs import ModelShape, sum_of
 from streamgrad.memory.phases import Workload, checkpointing_phases, host_parts, largest
+from streamgrad.memory.planner import HOST_SHARE
 from streamgrad.memory.seconds import Rates, Seconds, checkpointing_seconds, streamed_seconds
 from streamgrad.memory.this_machine import machine
 from streamgrad.memory.traffic import (
@@ -204,7 +205,8 @@ def _why_nothing_fits(estimator: Estimator) -> str:
     if options.host_left(state) < 0:
         room = f"{options.machine.host_bytes / 2**30:.0f} GiB of host memory"
         held = f"what waits there alone takes {state.host_bytes * options.ranks.on_a_host / 2**30:.1f} GiB"
-        return f"nothing fits {room}, of which 85% are free: {held}. Pass a larger host_memory, or keep less there."
+        free = f"of which {100 * HOST_SHARE:.0f}% are free"
+        return f"nothing fits {room}, {free}: {held}. Pass a larger host_memory, or keep less there."
     alone = sum(state.device.values()) / 2**30
     smaller = "a smaller batch, " if options.batch > 1 else ""
     places = " or ".join(repr(name) for name in ("host", "in-backward") if name != options.optimizer)

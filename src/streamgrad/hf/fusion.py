@@ -120,7 +120,7 @@ def _stock_rotary(names: dict[str, Any]) -> Any:
 
 def _is_known_rotary(function: Any) -> bool:
     halves = getattr(function, "__globals__", {}).get("rotate_half")
-    return same_code(function, _apply_rotary) and function.__defaults__ == (1,) and same_code(halves, _rotate_half)
+    return same_code(function, _apply_rotary) and same_code(halves, _rotate_half)
 
 
 def _fused_forward(module: Any, form: str, forward: Any, wants: Callable[..., bool]) -> Callable[..., Tensor] | None:
@@ -208,14 +208,12 @@ _FORMS = {
 
 
 def _rotate_half(x: Any) -> Any:
-    """Stand for the docstring of transformers' function: a docstring changes the bytecode."""
     x1 = x[..., : x.shape[-1] // 2]
     x2 = x[..., x.shape[-1] // 2 :]
     return torch.cat((-x2, x1), dim=-1)
 
 
 def _apply_rotary(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
-    """Stand for the docstring of transformers' function: a docstring changes the bytecode."""
     cos = cos.unsqueeze(unsqueeze_dim)
     sin = sin.unsqueeze(unsqueeze_dim)
     q_embed = (q * cos) + (rotate_half(q) * sin)  # type: ignore[name-defined]  # noqa: F821

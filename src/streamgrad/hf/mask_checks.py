@@ -17,6 +17,7 @@ from streamgrad.attention.masks import CausalMask, DenseMask, rows_without_keys
 from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.hf.discover import decoder_layers, sliding_window
 from streamgrad.hf.layer_args import LayerArguments
+from streamgrad.hf.patching import tokens_of
 from streamgrad.hf.seams import attention_name, layer_mask, with_documents
 
 # Kernels for which a mask of None hides nothing; for others it means causal.
@@ -25,7 +26,7 @@ _SEES_ALL_WITHOUT_MASK = {"eager", "flex_attention"}
 
 def check_mask(arguments: dict[str, Any], config: Any) -> None:
     """Raise for a mask whose shape or dtype the stock model cannot take, or does not read as streamed attention does."""
-    tokens = arguments.get("input_ids") if arguments.get("input_ids") is not None else arguments.get("inputs_embeds")
+    tokens = tokens_of(arguments)
     for mask in _tensors(arguments.get("attention_mask")):
         if mask.ndim not in (2, 4) or (mask.ndim == 2 and tokens is not None and len(mask) != len(tokens)):
             raise ValueError(

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch import nn
+from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from streamgrad.engine.temporary import temporary_attributes
@@ -185,6 +185,12 @@ def named_arguments(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     own = forward.__func__ if isinstance(forward, types.MethodType) else None
     names = _positional_names(signature_of(forward)) if own is None else _names_of_method(own)
     return dict(zip(names, args, strict=False)) | kwargs
+
+
+def tokens_of(arguments: dict[str, Any]) -> Tensor | None:
+    """Return the input of a call: its tokens, or its embeddings where it is given those."""
+    given = arguments.get("input_ids")
+    return arguments.get("inputs_embeds") if given is None else given
 
 
 @functools.lru_cache(maxsize=256)

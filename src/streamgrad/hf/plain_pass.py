@@ -30,7 +30,7 @@ from streamgrad.hf.discover import attention_configs, foreign_attention, has_rec
 from streamgrad.hf.fusion import Fusion
 from streamgrad.hf.layer_args import DOCUMENTS
 from streamgrad.hf.layer_groups import groups_of
-from streamgrad.hf.patching import not_checkpointed
+from streamgrad.hf.patching import not_checkpointed, tokens_of
 from streamgrad.hf.quantized import never_packed
 from streamgrad.hf.seams import streamed_attention_in, whole_rows_attend
 from streamgrad.hf.sequence_slices import WholeSequences
@@ -49,8 +49,7 @@ def whole_step(
 ) -> WholeStep | None:
     """Return what the plan of a plain pass depends on, or None for a call that has to go through the engine."""
     arguments, is_tree = sequences.arguments, sequences.tree is not None
-    ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
-    tokens = arguments.get("inputs_embeds") if ids is None else ids
+    tokens, mask = tokens_of(arguments), arguments.get("attention_mask")
     if config.keep not in ("auto", "all") or config.attention not in ("auto", "fa4"):
         return None
     if not torch.is_grad_enabled() or tokens is None:

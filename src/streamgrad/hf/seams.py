@@ -28,6 +28,7 @@ from streamgrad.attention.masks import CausalMask, DenseMask
 from streamgrad.attention.streamed import streamed_attention
 from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, SeamError
 from streamgrad.engine.replay import as_autocast
+from streamgrad.engine.temporary import temporary_attribute
 from streamgrad.hf.known_code import eager_attention_of, reads_argument
 from streamgrad.hf.unusable import NoWeights, Unusable
 from streamgrad.ops.autograd import untraced
@@ -161,7 +162,7 @@ def whole_rows_attend(mask: Callable[[CausalMask], object], backends: list[Any])
         _WHOLE.reset(token)
 
 
-# By id: what a configuration said before, and how many calls have set it to "streamgrad". Models that are made of one share it,
+# By id: what a configuration said before, and how many calls have replaced it. Models that are made of one share it,
 # and may be run by several threads; the last call to leave puts back what was there.
 _replaced: dict[int, tuple[str | None, int]] = {}
 _replacing = threading.Lock()
@@ -196,7 +197,7 @@ def attention_replaced_in(configs: Sequence[Any], name: str) -> Iterator[None]:
 
 
 def attention_name(config: Any) -> str | None:
-    """Return which attention a model has, also while streamed attention is in its place."""
+    """Return which attention a model has, also while another is in its place."""
     return _replaced.get(id(config), (getattr(config, "_attn_implementation", None), 0))[0]
 
 
@@ -361,21 +362,17 @@ def with_documents(mask: CausalMask, cu_seq_lens: Tensor, length: int) -> Causal
     return CausalMask(rule, mask.padding_BT, mask.window, documents_BT, mask.has_other_rule, mask.batch, mask.blocks, length)
 
 
-@contextmanager
-def documents_of_sequence(documents_BT: Tensor | None) -> Iterator[None]:
+def documents_of_sequence(documents_BT: Tensor | None) -> AbstractContextManager[None]:
     """Let `masking_utils` find these packed documents within the block, whatever positions it is shown.
 
     Where ranks share a sequence, a rank's own positions do not tell where documents begin. A model that looks for documents then
     finds those of the whole sequence. One that does not look for any (gpt-oss) gets none.
     """
-    found = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = lambda position_ids: (
-        None if documents_BT is None else documents_BT.expand(position_ids.shape[0], -1)
-    )
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = found
+
+    def find(position_ids: Tensor) -> Tensor | None:
+        return None if documents_BT is None else documents_BT.expand(position_ids.shape[0], -1)
+
+    return temporary_attribute(masking_utils, "find_packed_sequence_indices", find)
 
 
 def attends_by_flash(config: Any) -> bool:

@@ -11,7 +11,6 @@ Shapes: B batch, T tokens of the whole sequence (of a slice in `sharing.position
 
 from __future__ import annotations
 
-import math
 import sys
 import zlib
 from contextlib import AbstractContextManager, nullcontext
@@ -33,9 +32,10 @@ from streamgrad.hf.configs import layer_configs
 from streamgrad.hf.deepspeed import ulysses_group
 from streamgrad.hf.discover import follows_length, sliding_window
 from streamgrad.hf.mask_checks import accept_blind_predictions
-from streamgrad.hf.patching import InstalledForward
+from streamgrad.hf.patching import InstalledForward, tokens_of
 from streamgrad.hf.seams import attends_by_flash, documents_of_flash, documents_of_sequence
 from streamgrad.hf.step_plan import Planner
+from streamgrad.memory.traffic import smallest_ring
 
 # Arguments that a model passes on to its decoder and that no decoder layer reads.
 _LOSS_ARGUMENTS = {"shift_labels", "num_items_in_batch"}
@@ -130,11 +130,11 @@ def with_whole_mask(model: Any, arguments: dict[str, Any]) -> dict[str, Any] | N
 
     The model's own forward computes that loss of the whole sequence's router logits and of the mask that it is given.
     """
-    group, mask_BT = shared_sequence_group(model), arguments.get("attention_mask")
+    group, tokens, mask_BT = shared_sequence_group(model), tokens_of(arguments), arguments.get("attention_mask")
     asked = arguments.get("output_router_logits")
-    if group is None or not (getattr(model.config.get_text_config(), "output_router_logits", False) if asked is None else asked):
+    wanted = getattr(model.config.get_text_config(), "output_router_logits", False) if asked is None else asked
+    if group is None or tokens is None or not wanted:
         return None
-    tokens = arguments["input_ids"] if arguments.get("input_ids") is not None else arguments["inputs_embeds"]
     sharing = Ulysses(group, tokens.shape[1], tokens.shape[1], tokens.device)
     has_mask = isinstance(mask_BT, Tensor) and mask_BT.shape == tokens.shape[:2]  # others are refused by the decoder
     sharing.check_agreement({"tokens of a slice": sharing.length, "whether an attention_mask is passed": int(has_mask)})
@@ -149,11 +149,10 @@ def check_heads(config: Any, ranks: int, ring: int = 1) -> None:
     for each in layer_configs(config.get_text_config(decoder=True)):
         heads = each.num_attention_heads
         if heads % sharing:
-            least = ranks // math.gcd(ranks, heads)
             raise ValueError(
                 f"{heads} attention heads cannot be shared by {sharing} ranks: each rank needs an equal number of them. Choose a "
                 f"number of ranks that divides {heads}; that of the key/value heads need not be divisible. Or let fewer ranks "
-                f"share heads, and gather keys: sequence_parallel(model, group, ring={least})."
+                f"share heads, and gather keys: sequence_parallel(model, group, ring={smallest_ring(ranks, heads)})."
             )
 
 

@@ -34,7 +34,7 @@ def own_bytes(parameter: Tensor) -> int:
 def bytes_on_their_way(layers: Iterable[nn.Module]) -> float:
     """Return the bytes of whole weights and gradients that are there beside the running layer's: one arrives, one leaves."""
     return 2.0 * max(
-        (sum(each.sharded_param.nbytes for group in groups_of(layer) for each in group.fsdp_params) for layer in layers),
+        (sum(each.sharded_param.nbytes for group in fsdp_groups_of(layer) for each in group.fsdp_params) for layer in layers),
         default=0,
     )
 
@@ -45,14 +45,14 @@ def whole_gradient_bytes(layer: nn.Module) -> float | None:
     That is `set_requires_gradient_sync(False)`, as Accelerate has it for all but the last of several batches in a step. Gradients
     of earlier batches are there already, and not counted.
     """
-    groups = [group for group in groups_of(layer) if not group.reduce_grads]
+    groups = [group for group in fsdp_groups_of(layer) if not group.reduce_grads]
     if not groups:
         return None
     trained = [each for group in groups for each in group.fsdp_params if each.sharded_param.requires_grad]
     return float(sum(each.sharded_param.nbytes for each in trained if not _has_whole_gradient(each)))
 
 
-def groups_of(layer: nn.Module) -> list[Any]:
+def fsdp_groups_of(layer: nn.Module) -> list[Any]:
     """Return the groups of parameters that FSDP2 gathers for a layer."""
     if not isinstance(layer, FSDPModule):
         return []

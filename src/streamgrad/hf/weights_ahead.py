@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _module
 
-from streamgrad.hf.sharded import gathers_first, groups_of
+from streamgrad.hf.sharded import fsdp_groups_of, gathers_first
 from streamgrad.ops.autograd import after_backward, backward_pass
 
 _Surroundings = Callable[[], AbstractContextManager[Any]]
@@ -148,7 +148,7 @@ def _waiting(layer: nn.Module) -> list[Any]:
 
     A hook that others have put before FSDP2's own may change weights when the layer is called, and unseen; then it is none.
     """
-    alone = [group for group in groups_of(layer) if getattr(group.mesh_info, "shard_mesh_size", 1) == 1]
+    alone = [group for group in fsdp_groups_of(layer) if getattr(group.mesh_info, "shard_mesh_size", 1) == 1]
     if not alone or not gathers_first(layer) or _module._global_forward_pre_hooks:
         return []
     return [each for group in alone for each in group.fsdp_params if _is_fetched(each)]

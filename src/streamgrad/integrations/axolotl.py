@@ -12,7 +12,8 @@ from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, field_validator, model_validator
 
 from streamgrad.config import StreamConfig
-from streamgrad.integrations.callback import StreamgradCallback, enable_for_training
+from streamgrad.integrations.callback import StreamgradCallback
+from streamgrad.parallel.zero3 import enable_for_trainer
 
 # Settings of axolotl that work against streaming: what each does, and what to write in its place.
 _CLASHES = {
@@ -68,7 +69,7 @@ class StreamgradPlugin(BasePlugin):
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
         """Enable the model: axolotl has patched it and put adapters on it, and no engine has wrapped it."""
-        enable_for_training(model, stream_config(cfg))
+        enable_for_trainer(model, stream_config(cfg))
 
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
         """Return the callback that looks at the model again once it is wrapped, and logs."""

@@ -7,16 +7,14 @@ from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.trainer_callback import CallbackHandler
 
-from streamgrad.api import enable
 from streamgrad.config import StreamConfig
-from streamgrad.hf.discover import find_decoder, unwrap
+from streamgrad.hf.discover import unwrap
 from streamgrad.hf.in_backward import end_updates_by_others
 from streamgrad.hf.patching import InstalledForward
 from streamgrad.hf.status import note_optimizer, peak_bytes_so_far
-from streamgrad.parallel import make_zero3_leaves
+from streamgrad.parallel.zero3 import enable_for_trainer
 
 _GIB = 2**30
 
@@ -54,12 +52,12 @@ class StreamgradCallback(TrainerCallback):
         """Enable the model while no engine has wrapped it, which is when ZeRO-3 can be told to gather whole layers."""
         if model is not None:  # else it is made by model_init, when training begins
             check_trainer_arguments(args)
-            enable_for_training(model, self.config)
+            enable_for_trainer(model, self.config)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Enable the model if that was not possible before, and refuse what an engine has made of it meanwhile."""
         check_trainer_arguments(args)
-        enable_for_training(model, self.config)
+        enable_for_trainer(model, self.config)
         end_updates_by_others(model.parameters(), kwargs.get("optimizer"))
         note_optimizer(model, kwargs.get("optimizer"))
         _go_before_reports(self)
@@ -74,18 +72,6 @@ class StreamgradCallback(TrainerCallback):
         logs.update(numbers)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
             state.log_history[-1].update(numbers)  # a copy that the trainer has made of the logs
-
-
-def enable_for_training(model: nn.Module, config: StreamConfig | None) -> None:
-    """Enable `model` with `config`, mark ZeRO-3's leaves, and raise for wrappers with which it cannot be streamed.
-
-    Without a `config`, a model that is enabled keeps its own.
-    """
-    inner = unwrap(model)
-    installed = InstalledForward.on(find_decoder(inner))
-    if is_deepspeed_zero3_enabled():
-        make_zero3_leaves(model)
-    enable(model, installed.stream.config if installed is not None and config is None else config)
 
 
 def check_trainer_arguments(args: Any) -> None:

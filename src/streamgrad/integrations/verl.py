@@ -14,8 +14,8 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 from streamgrad.hf.discover import unwrap
-from streamgrad.integrations.callback import enable_for_training
 from streamgrad.integrations.environment import config_from_environment
+from streamgrad.parallel.zero3 import enable_for_trainer
 
 
 class _Streamed:
@@ -48,7 +48,7 @@ class _Streamed:
         # With one rank the function that verl puts into FlashAttention does nothing of its own, and streamed layers call neither.
         model.set_attn_implementation("sdpa")
         # verl's fused kernels are the model's forward, and take log-probabilities of hidden states.
-        enable_for_training(model.get_decoder() if self.model_config.use_fused_kernels else self.module, self._stream_config)
+        enable_for_trainer(model.get_decoder() if self.model_config.use_fused_kernels else self.module, self._stream_config)
 
 
 _register = {"backend": ["fsdp", "fsdp2"], "device": get_device_name(), "vendor": get_vendor()}

@@ -155,6 +155,14 @@ class ModelShape:
     eager: LayerProfile  # as transformers runs it
     weights_saved: float = 0.0  # bytes, by quantisation
 
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer_parameters + self.outside_parameters
+
+    @property
+    def trainable(self) -> int:
+        return self.layers * self.layer_trainable + self.outside_trainable
+
     @classmethod
     def from_dict(cls, row: dict[str, Any]) -> ModelShape:
         """Return the shape that `dataclasses.asdict` made `row` of."""

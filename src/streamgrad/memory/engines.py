@@ -12,7 +12,7 @@ head or the embeddings, which DeepSpeed and Accelerate's FSDP2 gather one after 
     fsdp2    P / N        T / N       T / N             2 U parameters (one at work, one on its way), U gradients
 
 each times its bytes. Streaming changes none of it: a layer's gradients leave it once, and its weights are gathered once for all
-its chunks. The sum of a layer's gradients over its chunks, in fp32, belongs to the activations (`memory.planner`).
+its chunks. The sum of a layer's gradients over its chunks, in fp32, is counted while the layer works (`memory.costs`).
 
 Known limits: fragments, communication buffers (`reduce_bucket_size`, NCCL's own) and the rounding up of shards are not counted.
 """

@@ -144,10 +144,8 @@ def _seconds_a_byte(ranks: int, near: int, links: Links) -> float:
 def beside_seconds(load: Workload, setup: Setup, state: TrainingState, ranks: Ranks, links: Links) -> float:
     """Return the time of what engines gather and sum, and of copies to and from the host, whichever is longer."""
     shape, others = load.shape, (ranks.gpus - 1) / ranks.gpus
-    parameters = shape.layers * shape.layer_parameters + shape.outside_parameters
-    trainable = shape.layers * shape.layer_trainable + shape.outside_trainable
-    gathered = 2.0 * (parameters * shape.itemsize - shape.weights_saved) if setup.engine in ("zero3", "fsdp2") else 0.0
-    summed = trainable * shape.itemsize * {"none": 0.0, "ddp": 2.0}.get(setup.engine, 1.0)
+    gathered = 2.0 * (shape.parameters * shape.itemsize - shape.weights_saved) if setup.engine in ("zero3", "fsdp2") else 0.0
+    summed = shape.trainable * shape.itemsize * {"none": 0.0, "ddp": 2.0}.get(setup.engine, 1.0)
     # Whatever crosses to a machine does so once, over the adapters of all its GPUs, and is passed on within.
     speed = min(links.inside, ranks.node * links.across) if ranks.gpus > ranks.node else links.inside
     copied = 2 * state.host.get("weights", 0.0) if setup.weights == "host" else 0.0

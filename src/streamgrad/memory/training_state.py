@@ -97,8 +97,7 @@ class TrainingState:
 
 def training_state(shape: ModelShape, setup: Setup) -> TrainingState:
     """Return the state of a model that is trained as `setup` says."""
-    parameters = shape.layers * shape.layer_parameters + shape.outside_parameters
-    trainable = shape.layers * shape.layer_trainable + shape.outside_trainable
+    parameters, trainable = shape.parameters, shape.trainable
     master, copied = setup.master_size(shape), copies_to_fp32(setup.engine, shape.itemsize)
     # FSDP2 keeps its masters in place of the weights and gathers those in 16 bits; DeepSpeed's are a copy, in its optimizer.
     own_size = shape.itemsize - shape.weights_saved / parameters

@@ -75,7 +75,7 @@ def first_order_only(backward: Callable[..., Any], *, even_undefined: bool = Fal
                 # Which come in batches from `is_grads_batched=True`, without a transform of torch.func.
                 batched, defined = batched or is_legacy_batchedtensor(gradient), True
         if batched:
-            refuse_transforms("backward", anyway=True)
+            raise _in_a_transform("backward")
         if not defined:
             return (None,) * len(ctx.needs_input_grad)
         if not torch.is_inference_mode_enabled():
@@ -101,14 +101,18 @@ def in_transform() -> bool:
     return forward_ad._current_level >= 0 or peek_interpreter_stack() is not None
 
 
-def refuse_transforms(name: str, *, anyway: bool = False) -> None:
+def refuse_transforms(name: str) -> None:
     """Raise inside of a transform: autograd functions here know `backward` alone, and what they hold aside has no tangent."""
-    if anyway or in_transform():
-        raise RuntimeError(
-            f"{name} was called inside forward-mode differentiation or a transform of torch.func (jvp, grad, vmap), and "
-            "streamgrad computes gradients by loss.backward() or torch.autograd.grad alone. Use one of these, or call "
-            "streamgrad.disable(model)."
-        )
+    if in_transform():
+        raise _in_a_transform(name)
+
+
+def _in_a_transform(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name} was called inside forward-mode differentiation or a transform of torch.func (jvp, grad, vmap), and "
+        "streamgrad computes gradients by loss.backward() or torch.autograd.grad alone. Use one of these, or call "
+        "streamgrad.disable(model)."
+    )
 
 
 def own(tensor: Tensor, shape: torch.Size | None = None) -> Tensor:

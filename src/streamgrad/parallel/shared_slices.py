@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from streamgrad.attention.trees import Tree
+from streamgrad.head.targets import IGNORED
 from streamgrad.hf.shared_prefixes import SharedBatch
 from streamgrad.parallel.sequence import whole_sequence
-
-_IGNORED = -100
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +70,7 @@ def shared_slice(shared: SharedBatch, group: dist.ProcessGroup) -> SharedSlice:
     return SharedSlice(
         input_ids=cut(shared.input_ids),
         position_ids=cut(shared.position_ids),
-        targets=pad(shared.targets[:, own], (0, missing), value=_IGNORED),
+        targets=pad(shared.targets[:, own], (0, missing), value=IGNORED),
         tree=tree,
         mask=shared.mask,
         places=pad(shared.places[own] - rank * length, (0, missing)),

@@ -7,12 +7,28 @@ module that is gathered as a whole a *leaf module*. DDP, FSDP2 and ZeRO-1/2 need
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+from streamgrad.api import enable
+from streamgrad.config import StreamConfig
 from streamgrad.hf.deepspeed import has_zero3_hooks
 from streamgrad.hf.discover import decoder_layers, unwrap
+from streamgrad.hf.patching import InstalledForward
 
 ModelT = TypeVar("ModelT")
+
+
+def enable_for_trainer(model: Any, config: StreamConfig | None) -> None:
+    """Enable `model` with `config`, and mark ZeRO-3's leaves; None leaves a model that is enabled already as it is.
+
+    A trainer makes its engine right after its constructor, and so after this.
+    """
+    current = InstalledForward.on(unwrap(model).get_decoder())
+    enable(model, current.stream.config if config is None and current is not None else config)
+    if is_deepspeed_zero3_enabled():
+        make_zero3_leaves(model)
 
 
 def make_zero3_leaves(model: ModelT) -> ModelT:

@@ -143,7 +143,7 @@ class Command:
     model: Any
     mixture: Any
     stream: StreamConfig
-    sharing: dict[str, bool]
+    trainer_options: dict[str, bool]  # where the optimizer works, and whether equal prompts are shared
     words: Sequence[str]
 
     @classmethod
@@ -221,12 +221,12 @@ class Command:
             check_with_weights_on_host(optimizer, training, model)
             accumulate_on_host(training)
             optimizer = "adamw"  # which follows the weights
-        sharing = chosen_optimizer(optimizer, training)
+        trainer_options = chosen_optimizer(optimizer, training)
         if training.resume_from_checkpoint is not None:
             refuse_other_states(training.resume_from_checkpoint, by_bitsandbytes=is_by_bitsandbytes(training))
         if hasattr(stream, "share_prompts"):
-            sharing |= {"share_prompts": vars(stream).pop("share_prompts")}
-        return cls(objective, script, training, model, mixture, _stream_config(vars(stream)), sharing, arguments)
+            trainer_options |= {"share_prompts": vars(stream).pop("share_prompts")}
+        return cls(objective, script, training, model, mixture, _stream_config(vars(stream)), trainer_options, arguments)
 
     @property
     def has_dataset(self) -> bool:
@@ -345,7 +345,7 @@ def train(command: Command, *, dataset: Any = None, reward_funcs: list[Any] | No
         "eval_dataset": split(command.script.dataset_test_split) if training.eval_strategy != "no" else None,
         "quantization_config": get_quantization_config(model),
         "peft_config": get_peft_config(model),
-    } | command.sharing
+    } | command.trainer_options
     if hasattr(command.script, "reward_funcs"):
         inputs |= rewards(command.objective, command.script, reward_funcs)
     if hasattr(training, "teacher_model_name_or_path"):

@@ -18,18 +18,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # which all families use, as TRL does
 from trl.trainer.utils import FusedCausalLMOutput
 
-from streamgrad.api import enable
 from streamgrad.config import StreamConfig
 from streamgrad.engine.temporary import temporary_attribute
 from streamgrad.head.linear_head import LogitMap
+from streamgrad.head.targets import IGNORED
 from streamgrad.head.token_scores import token_scores
 from streamgrad.hf.causal_lm import HeadStream, causal_lm_forward, refuse_backward_hooks
 from streamgrad.hf.causal_loss import check_labels
-from streamgrad.hf.discover import unwrap
 from streamgrad.hf.passage import Passage
 from streamgrad.hf.patching import InstalledForward, named_arguments, own_forward, warn_once
 from streamgrad.hf.sequence_slices import with_whole_mask
@@ -38,10 +36,9 @@ from streamgrad.hf.shared_prefixes import SharedBatch, has_gaps, share_prefixes
 from streamgrad.hf.sharing_refusal import sharing_refusal
 from streamgrad.hf.step_facts import head_known_to_decoder
 from streamgrad.hf.tied_embeddings import HeadWeight
-from streamgrad.parallel import make_zero3_leaves, shared_slice
+from streamgrad.parallel import shared_slice
+from streamgrad.parallel.zero3 import enable_for_trainer
 from streamgrad.trl.sliced_rows import scored_in_slices
-
-_IGNORED = -100
 
 
 @dataclass(kw_only=True)
@@ -82,7 +79,7 @@ def _scored(
             raise ValueError("fused_lm_head=True scores tokens, but neither labels nor shift_labels were passed. Pass one.")
         # Position t is scored on token t + 1. The last position has no target and is cut off below: cutting the hidden
         # states instead would copy them.
-        targets_BT = nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
+        targets_BT = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
         length = targets_BT.shape[1] - 1
     else:
         targets_BT, length = shift_labels, shift_labels.shape[1]
@@ -115,7 +112,7 @@ def _scored(
     scores = _scores(model, stream, weight, hidden_BTE, scored)
     # Not views, in which an engine's hooks would be lost.
     scores = {name: score[:, :length].clone() if shared is None else shared.unshared(score) for name, score in scores.items()}
-    mask = (targets_BT != _IGNORED)[:, :length].to(scores["log_probs"].device)
+    mask = (targets_BT != IGNORED)[:, :length].to(scores["log_probs"].device)
     count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
     loss, balance = -scores["log_probs"].sum() / count, None
     if kwargs.get("output_router_logits"):
@@ -135,7 +132,7 @@ def _shared(model: Any, given: dict[str, Any], labels: Tensor) -> SharedBatch | 
     attention_mask = given.get("attention_mask")
     if attention_mask is not None and (attention_mask.ndim != 2 or has_gaps(attention_mask)):
         return None
-    is_scored = labels != _IGNORED
+    is_scored = labels != IGNORED
     shared = share_prefixes(given["input_ids"], attention_mask, is_scored, same_padding=refusal.moved is not None)
     if not shared.saves_time(model.config.get_text_config(decoder=True).hidden_size, labels.device):
         return None
@@ -207,15 +204,6 @@ def makes_plain_logits(model: Any) -> bool:
     return not has_hooks and getattr(own_forward(linear), "__func__", None) is nn.Linear.forward
 
 
-def enable_for_trainer(model: Any, stream: StreamConfig | None) -> None:
-    """Enable `model` with `stream`; None leaves a model that is enabled as it is, and enables any other with the defaults."""
-    current = InstalledForward.on(unwrap(model).get_decoder())
-    enable(model, current.stream.config if stream is None and current is not None else stream)
-    if is_deepspeed_zero3_enabled():
-        # Done here, as the trainer's engine is made right after its constructor.
-        make_zero3_leaves(model)
-
-
 def add_streamed_head(
     model: Any,
     stream: StreamConfig | None,
@@ -275,8 +263,5 @@ def streamed_head_in(trainer: type, stream: StreamConfig | None, *, share_prompt
         options = inspect.signature(stock).bind(model, *args, **kwargs).arguments
         add_streamed_head(options.pop("model"), stream, share_prompts=share_prompts, **options)
 
-    module.add_fused_lm_head = add  # type: ignore[attr-defined]
-    try:
+    with temporary_attribute(module, "add_fused_lm_head", add):
         yield
-    finally:
-        module.add_fused_lm_head = stock  # type: ignore[attr-defined]

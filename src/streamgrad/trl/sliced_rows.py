@@ -20,13 +20,12 @@ from torch.nn.functional import pad
 from trl.trainer.utils import FusedCausalLMOutput
 
 from streamgrad.engine.temporary import temporary_attributes
+from streamgrad.head.targets import IGNORED
 from streamgrad.hf.deepspeed import ulysses_group
 from streamgrad.hf.discover import unwrap
 from streamgrad.hf.patching import InstalledForward
 from streamgrad.hf.sequence_slices import SequenceGroup
 from streamgrad.parallel import whole_sequence
-
-_IGNORED = -100
 
 
 def scored_in_slices(
@@ -43,7 +42,7 @@ def scored_in_slices(
     def own(tensor_BT: Tensor) -> Tensor:
         return tensor_BT.chunk(ranks, dim=1)[rank].contiguous()
 
-    targets_BT = pad(labels[:, 1:], (0, 1 + padding), value=_IGNORED)
+    targets_BT = pad(labels[:, 1:], (0, 1 + padding), value=IGNORED)
     cut = {
         name: own(pad(value, (0, padding))) if isinstance(value, Tensor) and value.shape == labels.shape else value
         for name, value in arguments.items()

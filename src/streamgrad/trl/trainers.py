@@ -25,10 +25,11 @@ from streamgrad.hf.patching import InstalledForward
 from streamgrad.hf.status import note_optimizer, peak_bytes_so_far, show_messages
 from streamgrad.parallel import failures_told
 from streamgrad.parallel.launch import check_engine
+from streamgrad.parallel.zero3 import enable_for_trainer
 from streamgrad.trl.checkpoints import begin_checkpoint, checkpoint_at, named_if_it_fails, refuse_other_states
 from streamgrad.trl.optimizer_place import check_optimizer_place, is_of_bitsandbytes, on_host
 from streamgrad.trl.restoring import restored_on_error
-from streamgrad.trl.scoring import enable_for_trainer, makes_plain_logits, scores_tokens, streamed_head_in
+from streamgrad.trl.scoring import makes_plain_logits, scores_tokens, streamed_head_in
 from streamgrad.trl.shared_generations import SharedGenerations
 from streamgrad.trl.shared_sequences import prepare_shared_sequences, shares_sequences
 from streamgrad.trl.sliced_rows import rows_cut_inside

@@ -58,6 +58,11 @@ class Block:
         return self.causal, self.dropout > 0.0, has_ancestors, *(part is not None for part in optional)
 
     @property
+    def is_plain(self) -> bool:
+        """Return whether nothing but causality hides or drops keys, so that the block may be computed in parts of its keys."""
+        return self.mask is None and self.varlen is None and self.window is None and self.dropout == 0.0
+
+    @property
     def kind(self) -> str:
         """Short name for logs: "causal", "segments with a window", "mask and softcap", ..."""
         name = "causal" if self.causal else "dense"

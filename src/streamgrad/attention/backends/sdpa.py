@@ -73,8 +73,7 @@ def _pieces(query_BHLD: Tensor, key_BGSD: Tensor, block: Block) -> list[_Piece]:
     Merging pieces would round 16-bit outputs twice, so for those causality is written into a mask instead.
     """
     rows, keys = query_BHLD.shape[2], key_BGSD.shape[2]
-    is_plain = block.mask is None and block.varlen is None and block.window is None
-    if not is_plain or (block.causal and rows != keys and query_BHLD.dtype.itemsize == 2):
+    if not block.is_plain or (block.causal and rows != keys and query_BHLD.dtype.itemsize == 2):
         return [(0, keys, False, visible_mask(block, rows, keys, query_BHLD.device))]
     return [(*piece, None) for piece in split_causal(block, rows, keys)]
 
