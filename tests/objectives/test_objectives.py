@@ -337,6 +337,40 @@ BAD = {
 }  # fmt: skip
 
 
+def _dpo(**options):
+    return dpo_loss(*[torch.zeros(2, 3)] * 4, *[torch.ones(2, 3)] * 2, **options)
+
+
+def _grpo(**options):
+    return grpo_loss(torch.zeros(2, 3), torch.zeros(2), torch.ones(2, 3), **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: _dpo(loss_type="ipo", beta=0), "beta, by which ipo divides, must be a number above 0, got 0"),
+        (lambda: _dpo(loss_type=["sppo_hard", "sft"], beta=-0.1), "beta, by which sppo_hard divides, .* above 0, got -0.1"),
+        (lambda: _dpo(loss_weights=["a"]), "each of loss_weights must be a number at least -inf, got 'a'"),
+        (lambda: _dpo(label_smoothing=2.0), "label_smoothing must be a number at least 0 and at most 1, got 2.0"),
+        (lambda: _dpo(ld_alpha=7), "ld_alpha must be a number at least 0 and at most 1, got 7"),
+        (lambda: _dpo(loss_type="discopop", discopop_tau=float("nan")), "discopop_tau must be a number above 0, got nan"),
+        (lambda: _grpo(top_entropy_quantile=-0.1), "top_entropy_quantile must be .* at most 1, got -0.1"),
+        (lambda: _grpo(top_entropy_quantile=2.0), "top_entropy_quantile must be .* at most 1, got 2.0"),
+        (lambda: _grpo(loss_type="sapo", sapo_temperature_pos=0), "sapo_temperature_pos must be a number above 0, got 0"),
+        (lambda: _grpo(loss_type="dr_grpo", max_completion_length=0), "max_completion_length must be a number at least 1, got 0"),
+        (lambda: _grpo(num_items=-2), "num_items must be a number at least 0, got -2"),
+        (lambda: sft_loss(torch.zeros(2, 3), torch.ones(2, 3), num_items=-2), "num_items must be a number at least 0, got -2"),
+        (
+            lambda: grpo_loss(torch.zeros(2, 3), torch.zeros(2, requires_grad=True), torch.ones(2, 3)),
+            "advantages needs a gradient, and the loss takes it for a constant",
+        ),
+    ],
+)
+def test_numbers_that_make_no_sense(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input(name):
     call, message = BAD[name]

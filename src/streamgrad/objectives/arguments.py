@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from numbers import Real
 
 from torch import Tensor
 
@@ -10,6 +12,15 @@ from torch import Tensor
 def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def check_number(name: str, value: Tensor | float, least: float, most: float = math.inf, *, above: bool = False) -> None:
+    """Raise for what is no number from `least` to `most`, or only above `least`; numbers on a device are not looked at."""
+    if isinstance(value, Tensor):
+        return
+    if not (isinstance(value, Real) and (least < value if above else least <= value) and value <= most):
+        limits = f"{'above' if above else 'at least'} {least:g}" + ("" if most == math.inf else f" and at most {most:g}")
+        raise ValueError(f"{name} must be a number {limits}, got {value!r}.")
 
 
 def check_shape(name: str, tensor: Tensor | None, like: Tensor, like_name: str) -> None:

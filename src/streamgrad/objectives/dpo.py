@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from streamgrad.objectives.arguments import check_choice, check_constant, check_shape
+from streamgrad.objectives.arguments import check_choice, check_constant, check_number, check_shape
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,7 @@ DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 _ANY_DIVERGENCE = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
 
 _NO_REFERENCE = {"simpo", "orpo"}
+_DIVIDE_BY_BETA = {"ipo", "sppo_hard", "simpo"}
 
 
 def dpo_loss(
@@ -171,6 +172,7 @@ def dpo_loss(
     names = [loss_type] if isinstance(loss_type, str) else list(loss_type)
     weights = [1.0] * len(names) if loss_weights is None else list(loss_weights)
     _check_options(names, weights, label_smoothing, f_divergence_type, wpo=chosen_log_sum_sq_probs is not None)
+    _check_numbers(names, weights, beta, label_smoothing, discopop_tau, ld_alpha)
     chosen = Answers("chosen", chosen_logprobs, chosen_mask, ref_chosen_logprobs, chosen_log_sum_sq_probs)
     rejected = Answers("rejected", rejected_logprobs, rejected_mask, ref_rejected_logprobs, rejected_log_sum_sq_probs)
     _check_answers(chosen, rejected, names)
@@ -201,6 +203,20 @@ def _check_options(names: list[str], weights: list[float], smoothing: float, div
         raise ValueError(f"robust divides by 1 - 2 * label_smoothing, got label_smoothing={smoothing}. Pass one in [0, 0.5).")
     if wpo and {"aot", "aot_unpaired"} & set(names):
         raise ValueError("aot sorts its pairs, so weights of pairs do not apply. Leave out the two log_sum_sq_probs.")
+
+
+def _check_numbers(
+    names: list[str], weights: list[float], beta: float, smoothing: float, tau: float, ld_alpha: float | None
+) -> None:
+    for weight in weights:
+        check_number("each of loss_weights", weight, -math.inf)
+    check_number("label_smoothing", smoothing, 0, 1)
+    if _DIVIDE_BY_BETA & set(names):
+        check_number(f"beta, by which {', '.join(sorted(_DIVIDE_BY_BETA & set(names)))} divides,", beta, 0, above=True)
+    if "discopop" in names:
+        check_number("discopop_tau", tau, 0, above=True)
+    if ld_alpha is not None:
+        check_number("ld_alpha", ld_alpha, 0, 1)
 
 
 def _check_answers(chosen: Answers, rejected: Answers, names: list[str]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from streamgrad.objectives.arguments import check_choice, check_constant, check_shape
+from streamgrad.objectives.arguments import check_choice, check_constant, check_number, check_shape
 
 LEVELS = ("token", "sequence")
 _BY_ENTROPY = "entropy_coef or top_entropy_quantile"
@@ -108,6 +108,10 @@ def grpo_loss(
     _check(loss_type, importance_sampling_level, logprobs, tensors | {"sampling_logprobs": sampling_logprobs})
     old_BT = logprobs.detach() if old_logprobs is None else old_logprobs
     w = _ratio(logprobs - old_BT, mask, importance_sampling_level)
+    check_number("top_entropy_quantile", top_entropy_quantile, 0, 1)
+    if loss_type == "sapo":
+        check_number("sapo_temperature_pos", sapo_temperature_pos, 0, above=True)
+        check_number("sapo_temperature_neg", sapo_temperature_neg, 0, above=True)
     completions = Completions(
         logprobs, old_BT, mask, _advantages_B1(advantages, logprobs), w, epsilon=epsilon, delta=delta,
         epsilon_high=epsilon if epsilon_high is None else epsilon_high, vespo_lambda=(vespo_lambda_pos, vespo_lambda_neg),
@@ -146,6 +150,7 @@ def _needed(name: str, tensor: Tensor | None, by: str) -> Tensor:
 
 def _advantages_B1(advantages: Tensor, logprobs: Tensor) -> Tensor:
     """Return the advantages as (B, 1), or as (B, T) where each token has its own."""
+    check_constant("advantages", advantages)
     advantages_B1 = advantages.unsqueeze(1) if advantages.ndim == 1 else advantages
     if advantages_B1.shape not in ((logprobs.shape[0], 1), logprobs.shape):
         raise ValueError(
@@ -185,7 +190,10 @@ def _averaged(
     if loss_type == "dr_grpo":
         if longest is None:
             raise ValueError("dr_grpo divides by max_completion_length, which is None. Pass the longest completion allowed.")
+        check_number("max_completion_length", longest, 1)
         return per_token_BT.sum() / (len(per_token_BT) * longest)
+    if num_items is not None:
+        check_number("num_items", num_items, 0)
     items = mask_BT.sum() if num_items is None or loss_type == "bnpo" else num_items
     return per_token_BT.sum() / (items.clamp(min=1) if isinstance(items, Tensor) else max(items, 1))
 
