@@ -248,6 +248,30 @@ def off_by_one(module, query, key, value, attention_mask, scaling, dropout=0.0, 
     return (scores.softmax(-1)[..., :-1] @ value).transpose(1, 2).contiguous(), None
 
 
+@pytest.mark.parametrize("options", [CHUNKS, ONE], ids=str)
+def test_a_hook_that_scales_a_gradient_inside_of_a_layer(options):
+    """Where it asks whether there is a graph, it runs in backward; else the error says why there is none."""
+
+    def model(*, asks):
+        def scaled(module, args, out):
+            if out.requires_grad or not asks:
+                out.register_hook(lambda gradient: 0.3 * gradient)
+
+        found = tiny_model("llama")
+        found.model.layers[1].mlp.register_forward_hook(scaled)
+        return found
+
+    ours, expected = streamgrad.enable(model(asks=True), **options), run_step(model(asks=True), BATCH)
+    for _ in range(3):
+        assert_same_step(run_step(ours, BATCH), expected, 1e-10)
+    ours = streamgrad.enable(model(asks=False), **options)
+    if options == ONE:
+        run_step(ours, BATCH)  # the first step has a graph, and is watched
+    with pytest.raises(RuntimeError, match="cannot register a hook") as raised:
+        run_step(ours, BATCH)
+    assert "LlamaDecoderLayer 1 runs forward without a graph" in " ".join(raised.value.__notes__)
+
+
 def plain_and_in_a_transform(way):
     """Return a kind of layer that uses its MLP as ever, and then its norm and its MLP inside a transform of torch.func."""
     ways = {

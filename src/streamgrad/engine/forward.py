@@ -15,8 +15,8 @@ Shapes: B batch, T sequence, L chunk or stretch, E model width, H query heads, D
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -84,7 +84,8 @@ def run_forward(
     if guard is not None and (is_first or (trial is None and is_to_be_watched(call.modules))):
         first_run = FirstRun(call.modules, call.name, of_input=h_BTE.requires_grad, of_part=trial is not None)
     is_new = is_first or first_run is not None
-    with call.surroundings(), undone_if_refused(call.modules) if is_new else nullcontext():
+    as_before = undone_if_refused(call.modules) if is_new else nullcontext()
+    with call.surroundings(), as_before, _told_of_no_graph(call.name):
         # Detached, else chunks would require a gradient, and hooks on submodules would see that.
         return _ForwardPass(call, h_BTE.detach(), stream, tape, drawing, guard, kept, trial, first_run).run(spans), stream
 
@@ -213,6 +214,20 @@ class _ForwardPass:
             if self.kept is not None:
                 attended = _part(chunk.kept, first - start, last - start) if together else chunk.kept
                 self.kept.note(stretch.first + place, attended)
+
+
+@contextmanager
+def _told_of_no_graph(name: str) -> Iterator[None]:
+    """Say why there is no graph in errors of code that needs one, as `Tensor.register_hook` in a module's forward hook does."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "require" in str(error) and "grad" in str(error):
+            error.add_note(
+                f"streamgrad: {name} runs forward without a graph, and again with one in backward. Code that needs a graph, as a "
+                'hook on a tensor does, should ask tensor.requires_grad first. keep="all" runs layers as in the stock model.'
+            )
+        raise
 
 
 def _part(attended: Attended | None, first: int, last: int) -> Attended | None:
