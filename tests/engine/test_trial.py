@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from types import MethodType
 
@@ -303,30 +304,47 @@ def test_a_weight_that_is_read_elsewhere_is_compared_whatever_its_size(outputs):
 
 
 class Calibrated(LlamaMLP):
-    """Sets the step of a quantiser by the tokens of its first call."""
+    """Sets the step of a quantiser by the tokens of its first call, and counts its calls."""
 
-    is_set = False
+    is_set, calls = False, 0
 
     def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
         if not self.is_set:
-            self.step.data.copy_(x.detach().abs().mean() * 0.5)
+            step = x.detach().abs().mean() * 0.5
+            if isinstance(self.step, Tensor):
+                self.step.data.copy_(step)
+            else:
+                self.step = step if self.step == "tensor" else step.item()
             self.is_set = True
         return super().forward(x + (x / self.step).detach().round() * self.step - x.detach())
 
 
-def calibrated_model():
+def calibrated_model(kind):
     model = tiny_model("llama")
     for layer in model.model.layers:
-        layer.mlp.__class__, layer.mlp.step = Calibrated, nn.Parameter(torch.ones((), dtype=torch.float64))
+        layer.mlp.__class__, one = Calibrated, torch.ones((), dtype=torch.float64)
+        if kind == "buffer":
+            layer.mlp.register_buffer("step", one)
+        else:
+            layer.mlp.step = nn.Parameter(one) if kind == "parameter" else kind
     return model
 
 
-def test_a_parameter_that_the_first_chunk_would_set_is_refused_and_put_back():
-    model, batch = calibrated_model(), batches.plain(None)
+KINDS = ["parameter", "buffer", "tensor", "number"]
+
+
+@pytest.mark.parametrize("with_graph", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_first_chunk_would_set_is_refused_and_put_back(kind, with_graph):
+    model, batch = calibrated_model(kind), batches.plain(None)
     mlp = model.model.layers[0].mlp
     streamgrad.enable(model, chunk_size=CHUNK)
-    assert_refused_step(model, batch, "LlamaDecoderLayer 0 sets Calibrated.step in its first call.*before streamgrad.enable")
-    assert mlp.step == 1 and not mlp.is_set
+    for _ in range(2):
+        message = "LlamaDecoderLayer 0 sets Calibrated.step in its first call.*before streamgrad.enable"
+        with torch.set_grad_enabled(with_graph), pytest.raises(ValueError, match=message):
+            model(**batch | {"use_cache": False})
+        assert mlp.step == (1 if isinstance(mlp.step, Tensor) else kind) and not mlp.is_set and mlp.calls == 0
     streamgrad.disable(model)
     with torch.no_grad():
         model(**batch)
@@ -334,6 +352,35 @@ def test_a_parameter_that_the_first_chunk_would_set_is_refused_and_put_back():
         expected = run_step(model, batch)
         streamgrad.enable(model, chunk_size=CHUNK)
         assert_same_step(run_step(model, batch), expected, 1e-10)
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_budget": "1GiB"}, {"keep": "input"}], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_first_call_in_one_chunk_sets_what_it_would_in_the_stock_model(kind, options):
+    """And not by the few tokens on which a layer is measured for a plan."""
+    batch, stock = batches.plain(None), calibrated_model(kind)
+    model = streamgrad.enable(copy.deepcopy(stock), **options)
+    with no_float32():
+        for _ in range(2):
+            assert_same_step(run_step(model, batch), run_step(stock, batch), 1e-10)
+    assert [layer.mlp.step for layer in model.model.layers] == [layer.mlp.step for layer in stock.model.layers]
+
+
+class Noting(LlamaMLP):
+    """Leaves on itself, in every call, what it is called with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.tokens, self.mean = x.shape[1], x.detach().mean()
+        return super().forward(x)
+
+
+def test_a_layer_that_notes_something_in_every_call_is_streamed():
+    stock, batch = tiny_model("llama"), batches.plain(None)
+    for layer in stock.model.layers:
+        layer.mlp.__class__ = Noting
+    with no_float32():
+        expected = run_step(stock, batch)
+        assert_same_step(run_step(streamgrad.enable(stock, chunk_size=CHUNK), batch), expected, 1e-10)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.float8_e4m3fn, torch.complex64, torch.int8])
@@ -353,13 +400,6 @@ def test_small_parameters_of_any_dtype_are_looked_at(dtype):
     with no_float32():
         expected = run_step(made(), batch)
         assert_same_step(run_step(streamgrad.enable(made(), chunk_size=CHUNK), batch), expected, 1e-10)
-
-
-def test_a_parameter_that_the_whole_sequence_sets():
-    batch = batches.plain(None)
-    with no_float32():
-        expected = run_step(calibrated_model(), batch)
-        assert_same_step(run_step(streamgrad.enable(calibrated_model(), chunk_size=64), batch), expected, 1e-10)
 
 
 def test_rows_do_not_hide_each_other():

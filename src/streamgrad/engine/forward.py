@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from streamgrad.engine.call import StreamedCall
-from streamgrad.engine.first_run import FirstRun, is_leaving_weights, undone_if_refused, with_graph
+from streamgrad.engine.first_run import FirstRun, is_leaving_weights, with_graph
 from streamgrad.engine.guards import RerunGuard, Unchanged, check_leaves
 from streamgrad.engine.kept_graphs import is_to_be_watched
 from streamgrad.engine.kv_chunk import Attended, Chunk, KeyValueStream, Span, StopAfterWrite
+from streamgrad.engine.module_state import ModuleState, undone_if_refused
 from streamgrad.engine.projection import noting_projection
 from streamgrad.engine.replay import RandomTape
 from streamgrad.engine.saved import Reader, Saved
@@ -82,12 +83,13 @@ def run_forward(
     trial = call.trial(h_BTE.shape[1]) if len(spans) > 1 else None
     first_run, is_first = None, trial is not None and trial.is_due(h_BTE, before_backward=guard is not None)
     if guard is not None and (is_first or (trial is None and is_to_be_watched(call.modules))):
-        first_run = FirstRun(call.modules, call.name, of_input=h_BTE.requires_grad, of_part=trial is not None)
+        first_run = FirstRun(call.modules, call.name, of_input=h_BTE.requires_grad)
     is_new = is_first or first_run is not None
-    as_before = undone_if_refused(call.modules) if is_new else nullcontext()
-    with call.surroundings(), as_before, _told_of_no_graph(call.name):
+    told = nullcontext() if guard is None else _told_of_no_graph(call.name)
+    with call.surroundings(), undone_if_refused(call.modules) if is_new else nullcontext() as before, told:
         # Detached, else chunks would require a gradient, and hooks on submodules would see that.
-        return _ForwardPass(call, h_BTE.detach(), stream, tape, drawing, guard, kept, trial, first_run).run(spans), stream
+        one_pass = _ForwardPass(call, h_BTE.detach(), stream, tape, drawing, guard, kept, trial, first_run, before)
+        return one_pass.run(spans), stream
 
 
 @dataclass
@@ -103,6 +105,7 @@ class _ForwardPass:
     kept: Saved | None
     trial: Trial | None  # where there are several chunks
     first_run: FirstRun | None  # where nobody has seen what the layer keeps
+    before: ModuleState | None  # of a layer that is new, so that it may be refused
     one_by_one: bool = False  # whether chunks run alone from now on
 
     def run(self, spans: Sequence[Span]) -> list[Tensor]:
@@ -118,7 +121,7 @@ class _ForwardPass:
                 check_leaves(out_BLE, [], call.name)
                 unchanged.check()
                 if stretch.first == 0 and self.trial is not None and not is_again:
-                    self.trial(h_BTE, before_backward=self.guard is not None)
+                    self.trial(h_BTE, before_backward=self.guard is not None, before=self.before)
                 self._note(stretch, out_BLE, chunk, combined=combined)
                 ran.append(len(stretch.spans))
                 made, start, stop = [out_BLE, *chunk.recorded], chunk.start, chunk.stop
@@ -222,7 +225,7 @@ def _told_of_no_graph(name: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "require" in str(error) and "grad" in str(error):
+        if "n't require grad" in str(error) or "not require grad" in str(error):
             error.add_note(
                 f"streamgrad: {name} runs forward without a graph, and again with one in backward. Code that needs a graph, as a "
                 'hook on a tensor does, should ask tensor.requires_grad first. keep="all" runs layers as in the stock model.'

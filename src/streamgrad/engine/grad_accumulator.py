@@ -31,7 +31,7 @@ from streamgrad.ops.memory_label import labelled, memory_label
 
 
 class GradAccumulator(Tensor):
-    """A parameter's stand-in; as the weight of `torch.nn.functional.linear` it sums its gradient in the product."""
+    """A matrix's stand-in; as the weight of `torch.nn.functional.linear` it sums its gradient in the product."""
 
     product_sum: Tensor | None
     weight: Tensor  # the parameter's values
@@ -53,7 +53,7 @@ class GradAccumulator(Tensor):
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            is_weight = function is F.linear and len(args) > 1 and isinstance(args[1], GradAccumulator) and args[1].dim() == 2
+            is_weight = function is F.linear and len(args) > 1 and type(args[1]) is GradAccumulator
             transform = peek_interpreter_stack()  # of torch.func, which takes the product apart; a compiler's does not
             if is_weight and (transform is None or transform.key() == TransformType.Functionalize):
                 return linear(*args, **(kwargs or {}))
@@ -210,7 +210,7 @@ def linear(
 
     The gradient of a `GradAccumulator` goes into its `product_sum`.
     """
-    device_type, accumulator = hidden.device.type, weight if isinstance(weight, GradAccumulator) else None
+    device_type, accumulator = hidden.device.type, weight if type(weight) is GradAccumulator else None
     if not torch.is_autocast_enabled(device_type):
         return _product(accumulator, hidden, weight if accumulator is None else accumulator.weight, bias, label, given)
     operands = as_autocast(hidden), as_autocast(weight) if accumulator is None else accumulator.for_product()
@@ -273,9 +273,9 @@ class _Product(Function):
     @first_order_only
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight_OI = ctx.saved_tensors
-        # Not by -1, which says nothing of a width of 0.
-        dout_NO = dout.reshape(math.prod(dout.shape[:-1]), dout.shape[-1])
-        hidden_NI: Any = None if hidden is None else hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])
+        tokens = math.prod(dout.shape[:-1])  # by -1, nothing would be said of a width of 0
+        dout_NO = dout.reshape(tokens, dout.shape[-1])
+        hidden_NI: Any = None if hidden is None else hidden.reshape(tokens, hidden.shape[-1])
         accumulator: GradAccumulator | None = ctx.accumulator
         # A layer may call torch.autograd.grad for the gradient of another tensor, which is no part of the weight's.
         if accumulator is not None and torch._C._will_engine_execute_node(ctx.next_functions[0][0]):

@@ -25,6 +25,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,7 @@ from streamgrad.engine.guards import AdapterFacts, check_leaves
 from streamgrad.engine.kept_graphs import keeping, keeps_a_graph, nodes_from, note_watched
 from streamgrad.engine.kv_chunk import Chunk, SeamError, Span
 from streamgrad.engine.linear_maps import nobody_watches
+from streamgrad.engine.module_state import ModuleState
 from streamgrad.engine.module_walk import buffers_in, modules_of, parameters_in
 from streamgrad.engine.replay import DRAWING, Autocast
 from streamgrad.engine.trial_draws import without_draws
@@ -105,8 +107,11 @@ class Trial:
         of_single = [True] if self.has_single else [True, False]
         return not any((tokens, before_backward, has_single, self.contents) in passed for has_single in of_single)
 
-    def __call__(self, h_BTE: Tensor, *, before_backward: bool) -> None:
-        """Raise `SeamError` where the layer, called with `h_BTE`, would give something else in chunks; once for each layer."""
+    def __call__(self, h_BTE: Tensor, *, before_backward: bool, before: ModuleState | None = None) -> None:
+        """Raise `SeamError` where the layer, called with `h_BTE`, would give something else in chunks; once for each layer.
+
+        `before` is its state before its first chunk ran, which has been.
+        """
         if not self.is_due(h_BTE, before_backward=before_backward):
             return
         layer, tokens = self.modules[0], min(_MOST_TOKENS, h_BTE.shape[1])
@@ -137,6 +142,11 @@ class Trial:
             _unchanged_buffers(modules),
         ):
             try:
+                if before is not None and (which := self._set_by_first_call(before, draw)) is not None:
+                    raise SeamError(
+                        f"{self.name} sets {which} in its first call, by the tokens that it is given, which would be those of a "
+                        "chunk; call the model once under torch.no_grad() before streamgrad.enable(model)"
+                    )
                 # In inference mode, outputs alone are compared.
                 if not torch.is_inference_mode_enabled() and keeps_a_graph(self._run_whole, draw().requires_grad_(), modules):
                     raise SeamError(keeping(self.name))
@@ -150,6 +160,27 @@ class Trial:
             _PASSED[layer] = [*_PASSED.get(layer, ())[-7:], (tokens, before_backward, self.has_single, self.contents)]
             if before_backward:
                 note_watched(modules)
+
+    def _set_by_first_call(self, before: ModuleState, draw: Callable[[], Tensor]) -> str | None:
+        """Return which parameter, buffer or attribute the first call has set by its tokens, as the scale of a quantiser.
+
+        An attribute may be set in every call: that is exact. So a first call is tried, and a second one after it, which would
+        set another value by itself.
+        """
+        if (which := before.changed_unseen()) is not None or not before.set_since():
+            return which
+        after, found = ModuleState(self.modules), []
+        first, second = draw(), 2 * draw()
+        for calls in ([first, second], [first], [second]):
+            before.put_back()
+            for h_BNE in calls:
+                self._run_whole(h_BNE)
+            found.append(before.set_since())
+        after.put_back()
+        by_both, by_first, by_second = found
+        kept = [key for key, value in by_both.items() if key in by_first and _is_equal(value, by_first[key])]
+        by_tokens = (key for key in kept if key not in by_second or not _is_equal(by_both[key], by_second[key]))
+        return next((name for _, name in by_tokens), None)
 
     def _run_whole(self, h_BNE: Tensor) -> Tensor:
         return self.run(h_BNE, [(0, h_BNE.shape[1])])
@@ -293,6 +324,12 @@ class _Output:
         # Not by `dout_BNE` itself: where this is the first backward of a process and begins with a product, cuBLAS warns.
         product = (out_BNE * dout_BNE).sum()
         return list(torch.autograd.grad(product, inputs, retain_graph=not self._runs_once, allow_unused=True))
+
+
+def _is_equal(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor):
+        return isinstance(other, Tensor) and value.shape == other.shape and torch.equal(value, other)
+    return bool(value == other)
 
 
 def _dout_of(out_BNE: Tensor) -> Tensor:

@@ -63,15 +63,14 @@ def _wants(mode: str, first: Tensor, *others: Tensor) -> bool:
 
     Transforms of torch.func differentiate the stock code only.
     """
-    if in_transform():
-        return False
     dtype = first.dtype
     for other in others:
         if other.dtype is not dtype:
             return False
-    if dtype.itemsize == 2:
-        return mode == "on" or first.is_cuda
-    return mode == "on" and not torch.is_autocast_enabled(first.device.type)
+    is_wanted = mode == "on" or (first.is_cuda and dtype.itemsize == 2)
+    if is_wanted and dtype.itemsize > 2 and torch.is_autocast_enabled(first.device.type):
+        return False
+    return is_wanted and not in_transform()
 
 
 class _RotarySwitch:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from streamgrad.attention.backends import Kernels
 from streamgrad.config import StreamConfig
 from streamgrad.engine.kv_chunk import SeamError
-from streamgrad.engine.module_walk import parameters_of
+from streamgrad.engine.module_state import left_as_they_were
+from streamgrad.engine.module_walk import modules_of, parameters_of
 from streamgrad.engine.policy import LayerPolicy
 from streamgrad.engine.replay import as_autocast
 from streamgrad.engine.shortage import is_only_process, is_out_of_memory
@@ -178,7 +179,8 @@ class Planner:
         key = (type(layer), h_BTE.dtype, autocast, trainable, layer.training, tokens, ranks, sample.recorded)
         if key not in self._costs:
             first = h_BTE[:, :tokens]
-            measured = measured_costs(layer, sample.run, sample.mask, backends, first, sharing, recurrent=recurrent)
+            with left_as_they_were(modules_of(layer)):
+                measured = measured_costs(layer, sample.run, sample.mask, backends, first, sharing, recurrent=recurrent)
             self._costs[key] = LayerCosts(*sharing.most(*astuple(measured)))
             backends.used.clear()  # on a few tokens other kernels may be the fastest
         return self._costs[key]

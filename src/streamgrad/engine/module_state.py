@@ -1,0 +1,112 @@
+"""What the modules of a layer have been set to, and how to set them back.
+
+    with left_as_they_were(modules): ...        with undone_if_refused(modules): ...
+
+A layer may set itself up by the tokens of its first call: a scale, or a switch that says that there is one. A call on some of the
+tokens, to measure the layer or to try it, would set it up by those. And where a first call is refused, a user may go on without
+streaming. Put back are small parameters and buffers, attributes of the modules' own, and numbers in their dicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from streamgrad.engine.kv_chunk import SeamError
+from streamgrad.engine.module_walk import OF_ALL_MODULES
+
+# The most elements of a parameter or buffer that may be a scale.
+_LARGEST_SCALE = 1 << 16
+
+
+class ModuleState:
+    """The state of modules at one time."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._tensors = [
+            (f"{type(module).__name__}.{name}", tensor, tensor._version, tensor.detach().clone())
+            for module in modules
+            for name, tensor in {**module._parameters, **module._buffers}.items()
+            if tensor is not None and type(tensor) in (nn.Parameter, Tensor) and _is_small(tensor)
+        ]
+        self._buffers = [(module, dict(module._buffers)) for module in modules]
+        self._attributes = [(module, _attributes_of(module)) for module in modules]
+        self._tables = [(table, dict(table)) for _, own in self._attributes for table in own.values() if _is_table(table)]
+
+    def changed_unseen(self) -> str | None:
+        """Return which parameter or buffer has other values than before, if one has, by no operation that autograd sees.
+
+        What such an operation changes in place is refused elsewhere, whenever it happens.
+        """
+        unseen = ((name, tensor, values) for name, tensor, version, values in self._tensors if tensor._version == version)
+        return next((name for name, tensor, values in unseen if not _same(tensor, values)), None)
+
+    def set_since(self) -> dict[tuple[int, str], Any]:
+        """Return the attributes that are another number or another tensor without a graph now, by module and name."""
+        return {
+            (id(module), f"{type(module).__name__}.{name}"): value
+            for module, before in self._attributes
+            for name, value in _attributes_of(module).items()
+            if (type(value) in (bool, int, float) or (isinstance(value, Tensor) and value.grad_fn is None))
+            and value is not before.get(name)
+        }
+
+    def put_back(self) -> None:
+        for _, tensor, _, values in self._tensors:
+            if not _same(tensor, values):
+                tensor.data.copy_(values)
+        for module, buffers in self._buffers:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        for module, before in self._attributes:
+            for name in _attributes_of(module).keys() - before.keys():
+                delattr(module, name)
+            vars(module).update(before)
+        for table, before in self._tables:
+            table.clear()
+            table.update(before)
+
+
+@contextmanager
+def undone_if_refused(modules: Sequence[nn.Module]) -> Iterator[ModuleState]:
+    """Put modules back where the block ends in a refusal."""
+    before = ModuleState(modules)
+    try:
+        yield before
+    except SeamError:
+        before.put_back()
+        raise
+
+
+@contextmanager
+def left_as_they_were(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Put modules back after the block."""
+    before = ModuleState(modules)
+    try:
+        yield
+    finally:
+        before.put_back()
+
+
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in OF_ALL_MODULES or name == "training"}
+
+
+def _is_table(value: Any) -> bool:
+    """Return whether it is a dict of plain values alone, such as one that tells which adapter is set up."""
+    return type(value) is dict and all(type(each) in (bool, int, float) for each in value.values())
+
+
+def _is_small(tensor: Tensor) -> bool:
+    is_plain = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
+    return is_plain and tensor.numel() <= _LARGEST_SCALE
+
+
+def _same(tensor: Tensor, values: Tensor) -> bool:
+    # As bytes: of any dtype, NaN too.
+    ours, theirs = (each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (tensor, values))
+    return torch.equal(ours, theirs)
