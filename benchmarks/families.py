@@ -24,8 +24,8 @@ from benchmarks.records import versions
 from streamgrad.cli.bench_run import device_name, median_ms
 from streamgrad.engine.shortage import is_out_of_memory
 from streamgrad.hf.configs import preset_config, with_layers
+from streamgrad.hf.libraries.quantized import bytes_of
 from streamgrad.hf.patching import InstalledForward
-from streamgrad.hf.quantized import bytes_of
 from streamgrad.memory.live_bytes import peak_bytes_of
 
 _PACKAGES = ("transformers", "peft", "bitsandbytes", "flash-linear-attention", "liger-kernel", "triton")

@@ -16,7 +16,7 @@ from benchmarks.names import command_line
 from benchmarks.records import EVERYTHING, Session
 from benchmarks.step import StepRecord, measure_steps
 from streamgrad.config import StreamConfig, parse_bytes
-from streamgrad.hf.estimate import estimate
+from streamgrad.hf.estimates.estimate import estimate
 
 # Shares of the prediction. What is between may be as wide as 10 per cent; the closer they are, the more a prediction may change
 # and still hold.

@@ -24,9 +24,9 @@ from benchmarks.subject import Subject
 from streamgrad.config import StreamConfig, parse_bytes
 from streamgrad.engine.policy import LayerPolicy
 from streamgrad.hf.configs import preset_config
-from streamgrad.hf.estimate import Estimator, estimator_of
-from streamgrad.hf.estimate_options import Options
-from streamgrad.hf.report import Outlook
+from streamgrad.hf.estimates.estimate import Estimator, estimator_of
+from streamgrad.hf.estimates.options import Options
+from streamgrad.hf.estimates.report import Outlook
 from streamgrad.memory.costs import sum_of
 from streamgrad.memory.device import available_host_bytes
 from streamgrad.memory.phases import host_parts, largest, streamed_phases

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import transformers
 
-from streamgrad.hf import shapes
 from streamgrad.hf.configs import preset_config
+from streamgrad.hf.estimates import shapes
 from streamgrad.hf.presets import preset_names
 
 FILE = Path(shapes.__file__).parent / shapes.TABLE

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from streamgrad.hf.estimate import Estimator, estimator_of
-from streamgrad.hf.estimate_options import Options
-from streamgrad.hf.report import Outlook
+from streamgrad.hf.estimates.estimate import Estimator, estimator_of
+from streamgrad.hf.estimates.options import Options
+from streamgrad.hf.estimates.report import Outlook
 from streamgrad.memory.seconds import Links, Rates
 from streamgrad.memory.this_machine import machine
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from streamgrad.hf.estimate import Estimator
-from streamgrad.hf.estimate_options import Options
-from streamgrad.hf.shapes import shape_of
+from streamgrad.hf.estimates.estimate import Estimator
+from streamgrad.hf.estimates.options import Options
+from streamgrad.hf.estimates.shapes import shape_of
 from streamgrad.memory.cards import gpu_named
 from streamgrad.memory.peers import longest_with_liger
 from streamgrad.memory.this_machine import machine

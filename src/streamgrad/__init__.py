@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from streamgrad.head.divergence import linear_divergence
     from streamgrad.head.token_scores import token_logprobs
     from streamgrad.head.topk import linear_topk, linear_topk_divergence
-    from streamgrad.hf.estimate import estimate
-    from streamgrad.hf.in_backward import optimizer_in_backward
+    from streamgrad.hf.estimates.estimate import estimate
     from streamgrad.hf.shared_prefixes import share_prefixes
     from streamgrad.hf.status import status
+    from streamgrad.hf.updates.in_backward import optimizer_in_backward
 
 __version__ = "0.2.0"
 
@@ -38,7 +38,7 @@ _HOMES = {
     "StreamConfig": "config",
     "disable": "api",
     "enable": "api",
-    "estimate": "hf.estimate",
+    "estimate": "hf.estimates.estimate",
     "is_enabled": "api",
     "linear_cross_entropy": "head.cross_entropy",
     "linear_divergence": "head.divergence",
@@ -46,7 +46,7 @@ _HOMES = {
     "status": "hf.status",
     "linear_topk": "head.topk",
     "linear_topk_divergence": "head.topk",
-    "optimizer_in_backward": "hf.in_backward",
+    "optimizer_in_backward": "hf.updates.in_backward",
     "token_logprobs": "head.token_scores",
 }
 

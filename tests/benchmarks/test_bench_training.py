@@ -25,7 +25,7 @@ from benchmarks.train_step import CONFIGURATIONS, TrainingCase
 from gradients import more
 from streamgrad.config import parse_bytes
 from streamgrad.hf.configs import preset_model
-from streamgrad.hf.estimate import Estimator
+from streamgrad.hf.estimates.estimate import Estimator
 
 ROOT = Path(__file__).parents[2]
 

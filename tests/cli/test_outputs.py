@@ -24,7 +24,7 @@ from streamgrad.cli.outputs import writable_file, writable_folder
 )
 def test_commands_try_their_out_first(tmp_path, words, monkeypatch):
     (tmp_path / "file").touch()
-    monkeypatch.setattr("streamgrad.hf.estimate.estimate_lengths", lambda *_, **__: pytest.fail("it began to work"))
+    monkeypatch.setattr("streamgrad.hf.estimates.estimate.estimate_lengths", lambda *_, **__: pytest.fail("it began to work"))
     monkeypatch.setattr("streamgrad.cli.demo_run.run", lambda *_, **__: pytest.fail("it began to work"))
     monkeypatch.setattr("streamgrad.cli.profile_run.profiled_model", lambda *_, **__: pytest.fail("it began to work"))
     result = CliRunner().invoke(app, [word.format(place=tmp_path / "file" / "in a file.png") for word in words])

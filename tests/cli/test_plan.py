@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import streamgrad
 from streamgrad.cli.app import app
 from streamgrad.cli.plan_picture import picture_of
-from streamgrad.hf import shapes
+from streamgrad.hf.estimates import shapes
 from streamgrad.memory import this_machine
 from streamgrad.memory.cards import GPUS
 
@@ -108,7 +108,9 @@ def test_the_table_in_the_documentation_is_what_the_command_prints():
 def test_several_lengths_are_columns_of_one_table(monkeypatch):
     shapes_made = []
     stock = shapes.shape_of
-    monkeypatch.setattr("streamgrad.hf.estimate.shape_of", lambda *args, **kw: shapes_made.append(args) or stock(*args, **kw))
+    monkeypatch.setattr(
+        "streamgrad.hf.estimates.estimate.shape_of", lambda *args, **kw: shapes_made.append(args) or stock(*args, **kw)
+    )
     result = run("qwen3-4b", "--seq-len", "8192, 65536,4000000", "--method", "lora")
     assert result.exit_code == 0 and len(shapes_made) == 1
     reports = [streamgrad.estimate("qwen3-4b", length, method="lora") for length in (8192, 65_536, 4_000_000)]

@@ -16,8 +16,8 @@ from torch import Tensor
 import batches
 import streamgrad
 from faults import Hook
-from streamgrad.engine import guards
-from streamgrad.engine.guards import AdapterFacts, RerunGuard
+from streamgrad.engine.checks import guards
+from streamgrad.engine.checks.guards import AdapterFacts, RerunGuard
 from tiny import tiny_model
 
 # Every layer is run again: where memory is plenty, "auto" would keep ordinary graphs.

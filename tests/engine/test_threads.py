@@ -13,7 +13,7 @@ import batches
 import streamgrad
 from faults import state_of
 from gradients import assert_same_step, run_step
-from streamgrad.engine.guards import _Outcomes
+from streamgrad.engine.checks.guards import _Outcomes
 from tiny import tiny_config, tiny_model
 
 # Every layer is run again: where memory is plenty, "auto" would keep ordinary graphs.

@@ -13,7 +13,7 @@ import batches
 import streamgrad
 from gradients import assert_same_step, no_float32, relative_error, run_step, total_gradient_error, worst_gradient_error
 from lora import with_lora
-from streamgrad.engine.guards import RerunGuard
+from streamgrad.engine.checks.guards import RerunGuard
 from streamgrad.memory.live_bytes import LiveBytes
 from tiny import tiny_model, tokens
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradients import assert_same_step
-from streamgrad.engine.value_choices import ValueChoices
+from streamgrad.engine.checks.value_choices import ValueChoices
 from streamgrad.hf.discover import decoder_layers
 from stretches import CHUNK, calls_in_step
 from tiny import tiny_model

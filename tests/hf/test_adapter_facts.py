@@ -10,14 +10,16 @@ import torch
 
 import streamgrad
 from lora import with_lora
-from streamgrad.hf.deepspeed import has_zero3_hooks, is_partitioned, ulysses_group
-from streamgrad.hf.peft import PEFT_ADAPTERS, base_model, why_not_in_chunks
+from streamgrad.hf.libraries.deepspeed import has_zero3_hooks, is_partitioned, ulysses_group
+from streamgrad.hf.libraries.peft import PEFT_ADAPTERS, base_model, why_not_in_chunks
 from tiny import tiny_model, tokens
 
 SOURCE = Path(streamgrad.__file__).parent
 NAMES = {
-    "hf/peft.py": r"_active_adapter|_disable_adapters|merged_adapters|lora_variant|ParamWrapper|(Lily|XLora)Layer|get_base_model",
-    "hf/deepspeed.py": r"\bds_id|parallel_state_sp|_SEQUENCE_PARALLEL_GROUP",
+    "hf/libraries/peft.py": (
+        r"_active_adapter|_disable_adapters|merged_adapters|lora_variant|ParamWrapper|(Lily|XLora)Layer|get_base_model"
+    ),
+    "hf/libraries/deepspeed.py": r"\bds_id|parallel_state_sp|_SEQUENCE_PARALLEL_GROUP",
 }
 
 

@@ -13,8 +13,10 @@ from batches import labelled
 from gradients import assert_same_step, more, run_step
 from lora import with_lora
 from streamgrad.attention.backends.cudnn_plans import PlanPrices
-from streamgrad.hf import compiled_layers, decoder, plain_pass, whole_attention
+from streamgrad.hf import decoder
 from streamgrad.hf.seams import attention_replaced_in
+from streamgrad.hf.whole import attention as whole_attention
+from streamgrad.hf.whole import compiled_layers, plain_pass
 from tiny import BY_SDPA, tiny_model
 
 # torch.compile reads .grad of tensors that are no leaves.

@@ -10,7 +10,7 @@ from families import LAYERS_TAKE_STATES_UP, small_model
 from gradients import more
 from streamgrad.config import StreamConfig
 from streamgrad.hf.configs import preset_config, with_layers
-from streamgrad.hf.dry_run import meta_model, model_shape, profile_layer
+from streamgrad.hf.estimates.dry_run import meta_model, model_shape, profile_layer
 from streamgrad.hf.patching import InstalledForward
 from streamgrad.memory.costs import ModelShape
 from streamgrad.memory.live_bytes import LiveBytes

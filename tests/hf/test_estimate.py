@@ -9,7 +9,7 @@ from transformers import AutoConfig
 
 import streamgrad
 from families import small_model
-from streamgrad.hf.shapes import shape_of
+from streamgrad.hf.estimates.shapes import shape_of
 from streamgrad.hf.small_copy import reduced_config
 from streamgrad.memory import this_machine
 from streamgrad.memory.costs import COMPONENTS

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 import streamgrad
 from gradients import more, no_float32, worst_gradient_error
 from lora import with_lora
-from streamgrad.hf.in_backward import updates_of
+from streamgrad.hf.updates.in_backward import updates_of
 from streamgrad.memory.live_bytes import LiveBytes
 from streamgrad.ops.freed_gradient import held_gradient
 from tiny import tiny_model, tokens

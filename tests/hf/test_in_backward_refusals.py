@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import streamgrad
-from streamgrad.hf.in_backward import updates_of
+from streamgrad.hf.updates.in_backward import updates_of
 from streamgrad.ops.freed_gradient import held_gradient
 from tiny import tiny_model, tokens
 

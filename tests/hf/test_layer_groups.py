@@ -18,8 +18,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Mod
 import streamgrad
 from batches import labelled
 from gradients import assert_same_step, run_step
-from streamgrad.hf import compiled_layers, layer_groups
-from streamgrad.hf.layer_groups import CalledOtherwise, LayerGroups
+from streamgrad.hf.whole import compiled_layers, layer_groups
+from streamgrad.hf.whole.layer_groups import CalledOtherwise, LayerGroups
 from tiny import tiny_model
 
 # torch.compile reads .grad of tensors that are no leaves.

@@ -13,7 +13,7 @@ from transformers.models.opt.modeling_opt import OPTDecoder
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
 
-from streamgrad.hf.layer_groups import _loops_alone, passes_on_alone
+from streamgrad.hf.whole.layer_groups import _loops_alone, passes_on_alone
 
 
 class Loops:

@@ -11,7 +11,9 @@ import streamgrad
 from batches import labelled
 from gradients import assert_same_step, more, no_float32, run_step
 from lora import with_lora
-from streamgrad.hf import decoder, plain_pass, whole_attention
+from streamgrad.hf import decoder
+from streamgrad.hf.whole import attention as whole_attention
+from streamgrad.hf.whole import plain_pass
 from streamgrad.hf.whole_step import WholeStep
 from tiny import BY_SDPA, tiny_model
 

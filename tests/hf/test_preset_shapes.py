@@ -12,10 +12,10 @@ import torch
 import transformers
 
 from gradients import more
-from streamgrad.hf import dry_run
 from streamgrad.hf.configs import preset_config
+from streamgrad.hf.estimates import dry_run
+from streamgrad.hf.estimates.shapes import TABLE, TABLE_RANK, shape_of
 from streamgrad.hf.presets import packaged, preset_names, preset_of
-from streamgrad.hf.shapes import TABLE, TABLE_RANK, shape_of
 from streamgrad.memory.costs import ModelShape
 from tiny import tiny_config
 

@@ -12,7 +12,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from streamgrad.hf.sharded import StatesToCome, bytes_on_their_way, device_at_work, own_bytes, waits_on_host, whole_gradient_bytes
+from streamgrad.hf.libraries.sharded import (
+    StatesToCome,
+    bytes_on_their_way,
+    device_at_work,
+    own_bytes,
+    waits_on_host,
+    whole_gradient_bytes,
+)
 from streamgrad.hf.status import _optimizer_of
 from streamgrad.hf.step_facts import left_bytes
 

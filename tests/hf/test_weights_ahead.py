@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import streamgrad
 from gradients import errors_by_name, no_float32
 from streamgrad.hf import step_plan, weights_ahead
-from streamgrad.hf.sharded import fsdp_groups_of
+from streamgrad.hf.libraries.sharded import fsdp_groups_of
 from streamgrad.hf.weights_ahead import _Arrived
 from tiny import tiny_model, tokens
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from streamgrad.hf.shapes import shape_of
+from streamgrad.hf.estimates.shapes import shape_of
 from streamgrad.memory.costs import ModelShape
 from streamgrad.memory.peers import liger_phases
 from streamgrad.memory.phases import Workload, largest

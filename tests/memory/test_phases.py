@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import streamgrad
-from streamgrad.hf import shapes
 from streamgrad.hf.configs import preset_config, with_layers
+from streamgrad.hf.estimates import shapes
 from streamgrad.hf.presets import presets
 from streamgrad.memory.costs import KEYS_AT_ONCE, LayerPolicy, ModelShape
 from streamgrad.memory.phases import Workload, checkpointing_phases, host_parts, streamed_phases

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from streamgrad.hf.shapes import shape_of
+from streamgrad.hf.estimates.shapes import shape_of
 from streamgrad.memory.training_state import Setup, training_state
 
 SHAPE = shape_of("qwen3-8b")

@@ -21,7 +21,7 @@ from accelerate.state import AcceleratorState, PartialState
 
 from gradients import more, total_gradient_error
 from launching import CONFIGS, EXAMPLE, ON_CPU, ROOT, run, weights
-from streamgrad.hf.shapes import shape_of
+from streamgrad.hf.estimates.shapes import shape_of
 from streamgrad.memory.training_state import Setup, training_state
 from tiny import VOCABULARY, tiny_model
 

@@ -34,9 +34,9 @@ from streamgrad.attention.masks import CausalMask
 from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.policy import LayerPolicy
 from streamgrad.engine.ulysses import Ulysses
-from streamgrad.hf.dry_run import model_shape
+from streamgrad.hf.estimates.dry_run import model_shape
+from streamgrad.hf.estimates.shapes import shape_of
 from streamgrad.hf.sequence_slices import Slices
-from streamgrad.hf.shapes import shape_of
 from streamgrad.memory.costs import ModelShape
 from streamgrad.memory.phases import streamed_phases
 from streamgrad.memory.traffic import Ranks, SharedSequences, exchanged_bytes, ring_bytes, shared_shape

@@ -16,7 +16,7 @@ import streamgrad
 from gradients import no_float32, worst_gradient_error
 from offload_without_gpu import offload_without_gpu
 from streamgrad.cli.train import save_embedded_model
-from streamgrad.hf.in_backward import updates_of
+from streamgrad.hf.updates.in_backward import updates_of
 from streamgrad.integrations import StreamgradCallback
 from streamgrad.trl.command import Command
 from streamgrad.trl.command import train as train_by

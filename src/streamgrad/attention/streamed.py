@@ -24,8 +24,8 @@ from streamgrad.attention.backends.block import merge
 from streamgrad.attention.masks import CausalMask, DenseMask, Part
 from streamgrad.attention.trees import TreeMask, band_mask
 from streamgrad.attention.varlen import VarlenMask
+from streamgrad.engine.checks.trial import attend_alone
 from streamgrad.engine.kv_chunk import Attended, Chunk, KeyValueStream, SeamError, Span, with_dense_rows
-from streamgrad.engine.trial import attend_alone
 from streamgrad.memory.costs import KEYS_AT_ONCE
 from streamgrad.ops.accumulate import accumulator_dtype, as_sum
 from streamgrad.ops.autograd import Function, first_order_only

@@ -41,7 +41,7 @@ def check(
         from streamgrad.cli.chosen_device import chosen_device
         from streamgrad.hf.configs import config_of
         from streamgrad.hf.discover import find_decoder
-        from streamgrad.hf.dry_run import meta_model
+        from streamgrad.hf.estimates.dry_run import meta_model
         from streamgrad.precision import LARGEST_ERROR, LARGEST_RATIO, MODELS, check_precision
 
         config, target = config_of(model), chosen_device(device)

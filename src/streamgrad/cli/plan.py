@@ -1,4 +1,4 @@
-"""`streamgrad plan`: options and tables; the arithmetic is in `streamgrad.hf.estimate`."""
+"""`streamgrad plan`: options and tables; the arithmetic is in `streamgrad.hf.estimates.estimate`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from streamgrad.cli.outputs import writable_file
 from streamgrad.cli.plan_picture import draw
 from streamgrad.cli.plan_tables import group_table, lengths_table, plan_table
 from streamgrad.config import KEEP_POLICIES, OFFLOAD_PLACES, parse_count
-from streamgrad.hf import estimate_options as choice
-from streamgrad.hf.choices import choices
-from streamgrad.hf.estimate import estimator_of, reports_of
-from streamgrad.hf.estimate_group import GroupReport, estimate_group
-from streamgrad.hf.report import Report, gib
+from streamgrad.hf.estimates import options as choice
+from streamgrad.hf.estimates.choices import choices
+from streamgrad.hf.estimates.estimate import estimator_of, reports_of
+from streamgrad.hf.estimates.group import GroupReport, estimate_group
+from streamgrad.hf.estimates.report import Report, gib
 from streamgrad.memory.cards import GPUS
 from streamgrad.memory.engines import ENGINES
 from streamgrad.memory.seconds import Rates

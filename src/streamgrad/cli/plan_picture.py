@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from streamgrad.hf.report import Report
+from streamgrad.hf.estimates.report import Report
 from streamgrad.memory.costs import COMPONENTS
 
 # Below this share of the tallest bar a component's name would not fit beside it.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from streamgrad.hf.estimate_group import GroupReport
-from streamgrad.hf.report import COLUMNS, Report, gib, yes
+from streamgrad.hf.estimates.group import GroupReport
+from streamgrad.hf.estimates.report import COLUMNS, Report, gib, yes
 from streamgrad.memory.costs import COMPONENTS
 
 

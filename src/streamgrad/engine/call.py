@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamgrad.engine.guards import NO_ADAPTERS, AdapterFacts
+from streamgrad.engine.checks.guards import NO_ADAPTERS, AdapterFacts
+from streamgrad.engine.checks.in_use import InUse
+from streamgrad.engine.checks.trial import Trial
 from streamgrad.engine.host_offload import HostStore
-from streamgrad.engine.in_use import InUse
 from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, Span, spans
 from streamgrad.engine.module_walk import parameters_in
 from streamgrad.engine.policy import LayerPolicy
 from streamgrad.engine.replay import RandomTape
 from streamgrad.engine.saved import Saved, SavedOnDevice, SavedOnHost
-from streamgrad.engine.trial import Trial
 from streamgrad.engine.ulysses import ALONE, SequenceSharing
 
 

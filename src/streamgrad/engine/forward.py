@@ -5,9 +5,9 @@
 Forward may run several neighbouring chunks, a *stretch*, in one call of the layer, because it holds no graph. The plan says how
 many need no more memory than the backward of one chunk (`memory.costs.chunks_in_forward`). The results are then cut into chunks.
 A chunk runs alone if it draws random numbers, which backward must draw again chunk by chunk, if the layer chooses by values
-(`engine.value_choices`; the first stretch of its kind shows that, and is run again), if its attention holds a score or a mask for
-every key, or after memory has run out in a stretch. What runs chunks forward again, for keys or for the input of a layer above,
-runs them in the same stretches.
+(`checks.value_choices`; the first stretch of its kind shows that, and is run again), if its attention holds a score or a mask
+for every key, or after memory has run out in a stretch. What runs chunks forward again, for keys or for the input of a layer
+above, runs them in the same stretches.
 
 Shapes: B batch, T sequence, L chunk or stretch, E model width, H query heads, D head size.
 """
@@ -23,18 +23,18 @@ import torch
 from torch import Tensor
 
 from streamgrad.engine.call import StreamedCall
-from streamgrad.engine.first_run import FirstRun, is_leaving_weights, with_graph
-from streamgrad.engine.guards import RerunGuard, Unchanged, check_leaves
-from streamgrad.engine.kept_graphs import is_to_be_watched
+from streamgrad.engine.checks.first_run import FirstRun, is_leaving_weights, with_graph
+from streamgrad.engine.checks.guards import RerunGuard, Unchanged, check_leaves
+from streamgrad.engine.checks.kept_graphs import is_to_be_watched
+from streamgrad.engine.checks.module_state import ModuleState, undone_if_refused
+from streamgrad.engine.checks.trial import Trial
+from streamgrad.engine.checks.value_choices import ValueChoices, chose_before, note_choice
 from streamgrad.engine.kv_chunk import Attended, Chunk, KeyValueStream, Span, StopAfterWrite
-from streamgrad.engine.module_state import ModuleState, undone_if_refused
 from streamgrad.engine.projection import noting_projection
 from streamgrad.engine.replay import RandomTape
 from streamgrad.engine.saved import Reader, Saved
 from streamgrad.engine.shortage import is_only_process
-from streamgrad.engine.trial import Trial
 from streamgrad.engine.unread import UnreadProducts
-from streamgrad.engine.value_choices import ValueChoices, chose_before, note_choice
 from streamgrad.ops.memory_label import labelled, memory_label
 
 logger = logging.getLogger("streamgrad")

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from streamgrad.engine.call import StreamedCall
+from streamgrad.engine.checks.guards import RerunGuard, check_leaves, check_versions, gradient_of_input
+from streamgrad.engine.checks.kept_graphs import Graphs, is_to_be_watched, keeping, keeps_on_a_module, note_watched
 from streamgrad.engine.forward import restored_stream, run_forward
 from streamgrad.engine.grad_accumulator import GradAccumulators
-from streamgrad.engine.guards import RerunGuard, check_leaves, check_versions, gradient_of_input
-from streamgrad.engine.kept_graphs import Graphs, is_to_be_watched, keeping, keeps_on_a_module, note_watched
 from streamgrad.engine.module_walk import modules_of
 from streamgrad.engine.projection import given_projection
 from streamgrad.engine.replay import Autocast

@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from streamgrad.engine.call import StreamedCall
-from streamgrad.engine.guards import Unchanged
+from streamgrad.engine.checks.guards import Unchanged
+from streamgrad.engine.checks.trial import Trial
 from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, SeamError, Span, StopAfterWrite, spans
-from streamgrad.engine.trial import Trial
 
 # Keyed by kind, "conv" or "recurrent", and number: a layer may have several of each.
 States = dict[tuple[str, int], Tensor]

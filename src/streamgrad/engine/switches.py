@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from streamgrad.engine.first_run import is_leaving_weights
-from streamgrad.engine.kept_graphs import attributes_with_graphs
+from streamgrad.engine.checks.first_run import is_leaving_weights
+from streamgrad.engine.checks.kept_graphs import attributes_with_graphs
 from streamgrad.engine.module_walk import HOOKS
 
 _PLAIN = frozenset({bool, int, float, str, type(None), FunctionType, MethodType, BuiltinFunctionType})

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamgrad.engine.contents import identity
+from streamgrad.engine.checks.contents import identity
+from streamgrad.engine.checks.guards import NO_ADAPTERS, check_leaves, gradient_of_input
+from streamgrad.engine.checks.trial import RunChunks, Trial
 from streamgrad.engine.grad_accumulator import GradAccumulators
-from streamgrad.engine.guards import NO_ADAPTERS, check_leaves, gradient_of_input
 from streamgrad.engine.kv_chunk import SeamError, Span
 from streamgrad.engine.module_walk import modules_of, trainable_parameters
 from streamgrad.engine.replay import DRAWING
 from streamgrad.engine.shortage import in_head
-from streamgrad.engine.trial import RunChunks, Trial
 from streamgrad.head.linear_head import LogitMap
 from streamgrad.head.targets import TargetRows
 from streamgrad.ops.accumulate import accumulator_dtype, scaled, zeros_for_sum

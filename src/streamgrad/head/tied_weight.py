@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamgrad.engine.guards import check_versions
+from streamgrad.engine.checks.guards import check_versions
 from streamgrad.memory.costs import tied_block_rows
 from streamgrad.ops.autograd import Function
 from streamgrad.ops.memory_label import labelled

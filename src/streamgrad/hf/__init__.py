@@ -1,4 +1,4 @@
-"""The seams of Hugging Face models."""
+"""The seams of Hugging Face models. Begin at `decoder`, which streams the layers, and `causal_lm`, which streams the head."""
 
 from streamgrad.versions import check_version
 

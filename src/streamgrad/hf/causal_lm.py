@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from streamgrad.config import StreamConfig
-from streamgrad.engine.guards import protect_gradients
-from streamgrad.engine.in_use import InUse
+from streamgrad.engine.checks.guards import protect_gradients
+from streamgrad.engine.checks.in_use import InUse
 from streamgrad.engine.kv_chunk import SeamError, UnknownSeamAttribute
 from streamgrad.engine.module_walk import modules_of, parameters_by_depth
 from streamgrad.engine.shortage import ShortOfMemory
@@ -37,8 +37,10 @@ from streamgrad.hf.causal_loss import (
     why_full_logits,
 )
 from streamgrad.hf.decoder import masks_by_chunk
-from streamgrad.hf.deepspeed import check_head
 from streamgrad.hf.discover import cannot_be_streamed, names_in
+from streamgrad.hf.libraries.deepspeed import check_head
+from streamgrad.hf.libraries.sharded import device_at_work
+from streamgrad.hf.libraries.tensor_parallel import refuse_cut_head
 from streamgrad.hf.passage import Passage
 from streamgrad.hf.patching import (
     InstalledForward,
@@ -50,9 +52,7 @@ from streamgrad.hf.patching import (
     warn_once,
 )
 from streamgrad.hf.sequence_slices import with_whole_mask
-from streamgrad.hf.sharded import device_at_work
 from streamgrad.hf.step_facts import head_known_to_decoder, vocabulary_of
-from streamgrad.hf.tensor_parallel import refuse_cut_head
 from streamgrad.hf.tied_embeddings import HeadWeight
 from streamgrad.hf.unusable import NoLogits
 

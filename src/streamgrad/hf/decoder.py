@@ -24,10 +24,10 @@ from streamgrad.attention.masks import CausalMask, DenseMask, attends_in_blocks
 from streamgrad.attention.trees import Tree, TreeMask
 from streamgrad.config import StreamConfig
 from streamgrad.engine.call import StreamedCall
-from streamgrad.engine.contents import identity
-from streamgrad.engine.guards import protect_gradients
+from streamgrad.engine.checks.contents import identity
+from streamgrad.engine.checks.guards import protect_gradients
+from streamgrad.engine.checks.in_use import InUse
 from streamgrad.engine.host_offload import HostStore
-from streamgrad.engine.in_use import InUse
 from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.layer import run_layer
 from streamgrad.engine.module_walk import modules_of, parameters_by_depth, parameters_of
@@ -37,8 +37,6 @@ from streamgrad.engine.segment import Joint
 from streamgrad.engine.shortage import is_only_process, naming_shortage
 from streamgrad.engine.temporary import temporary_attributes
 from streamgrad.hf.call_checks import drop_cache, own_token_arguments, refuse_a_cache_left_empty, refuse_what_needs_whole_layers
-from streamgrad.hf.compiled_layers import LayerCompiler
-from streamgrad.hf.deepspeed import is_partitioned
 from streamgrad.hf.discover import (
     attention_configs,
     cannot_be_streamed,
@@ -52,6 +50,9 @@ from streamgrad.hf.documents import Documents
 from streamgrad.hf.fusion import Fusion
 from streamgrad.hf.layer_args import LayerArguments
 from streamgrad.hf.layer_run import LayerRun
+from streamgrad.hf.libraries.deepspeed import is_partitioned
+from streamgrad.hf.libraries.peft import PEFT_ADAPTERS
+from streamgrad.hf.libraries.tensor_parallel import planned_together
 from streamgrad.hf.mask_checks import check_mask, mask_of_layer
 from streamgrad.hf.patching import (
     InstalledForward,
@@ -63,16 +64,15 @@ from streamgrad.hf.patching import (
     signature_of,
     tokens_of,
 )
-from streamgrad.hf.peft import PEFT_ADAPTERS
-from streamgrad.hf.plain_pass import attention_of, plain_layers, whole_step
 from streamgrad.hf.recorded import Recorder
 from streamgrad.hf.seams import NotCausal, documents_as_stock, streamed_attention_in
 from streamgrad.hf.sequence_slices import SequenceGroup, Slices, WholeSequences, sequence_group
 from streamgrad.hf.step_facts import PlannedCall, kind_of_layer
 from streamgrad.hf.step_plan import Planner, Sample
-from streamgrad.hf.tensor_parallel import planned_together
 from streamgrad.hf.unusable import NoCache
 from streamgrad.hf.weights_ahead import WeightsAhead
+from streamgrad.hf.whole.compiled_layers import LayerCompiler
+from streamgrad.hf.whole.plain_pass import attention_of, plain_layers, whole_step
 from streamgrad.memory.planner import HeadFacts, Plan
 from streamgrad.ops.autograd import in_transform
 

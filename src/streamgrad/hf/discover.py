@@ -23,12 +23,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from streamgrad.engine.module_walk import modules_of
 from streamgrad.hf.configs import layer_configs
-from streamgrad.hf.deepspeed import has_zero3_hooks
 from streamgrad.hf.known_code import eager_attention_of, is_known_eager_attention
 from streamgrad.hf.layer_args import CACHE_NAMES, cache_argument
+from streamgrad.hf.libraries.deepspeed import has_zero3_hooks
+from streamgrad.hf.libraries.peft import base_model, may_be_adapter, why_not_in_chunks
+from streamgrad.hf.libraries.quantized import is_packed
 from streamgrad.hf.patching import own_forward, signature_of
-from streamgrad.hf.peft import base_model, may_be_adapter, why_not_in_chunks
-from streamgrad.hf.quantized import is_packed
 
 # Rotary embeddings whose frequencies follow the longest position they are shown: a chunk would show them its own.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")

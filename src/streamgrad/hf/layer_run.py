@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from streamgrad.engine.contents import switches_in
+from streamgrad.engine.checks.contents import switches_in
 from streamgrad.hf.discover import attention_configs
 from streamgrad.hf.fusion import Fusion
 from streamgrad.hf.layer_args import LayerArguments
+from streamgrad.hf.libraries.quantized import never_packed
 from streamgrad.hf.patching import not_checkpointed
-from streamgrad.hf.quantized import never_packed
 from streamgrad.hf.recorded import Recorder
 from streamgrad.hf.seams import streamed_attention_in
 

@@ -29,8 +29,8 @@ from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.ring import Ring
 from streamgrad.engine.ulysses import ALONE, SequenceSharing, Ulysses
 from streamgrad.hf.configs import layer_configs
-from streamgrad.hf.deepspeed import ulysses_group
 from streamgrad.hf.discover import follows_length, sliding_window
+from streamgrad.hf.libraries.deepspeed import ulysses_group
 from streamgrad.hf.mask_checks import accept_blind_predictions
 from streamgrad.hf.patching import InstalledForward, tokens_of
 from streamgrad.hf.seams import attends_by_flash, documents_of_flash, documents_of_sequence

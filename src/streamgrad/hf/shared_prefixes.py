@@ -25,7 +25,7 @@ from torch import Tensor
 
 from streamgrad.attention.trees import Tree
 from streamgrad.hf.discover import unwrap, wrapped_by_engine, wrappers_and_model
-from streamgrad.hf.peft import adds_tokens
+from streamgrad.hf.libraries.peft import adds_tokens
 from streamgrad.hf.sharing_refusal import row_taken_for, sharing_refusal
 
 # Beyond a prompt, beginnings that share fewer tokens are computed in every row: each branch is one more segment.

@@ -2,9 +2,9 @@
 
     decoder(a row in which three rows share their beginning)  =  decoder(the three rows)          token by token
 
-Inside of layers, tokens meet in attention only (`engine.trial`). What is around the layers is the model's own code, and hooks: an
-embedding of pairs of tokens, positions that are counted anew, a mean over the row. No list of names can find
-these. So the decoder is run on the shared row, the stock code on the separate rows, and the results are compared.
+Inside of layers, tokens meet in attention only (`engine.checks.trial`). What is around the layers is the model's own code, and
+hooks: an embedding of pairs of tokens, positions that are counted anew, a mean over the row. No list of names can find these.
+So the decoder is run on the shared row, the stock code on the separate rows, and the results are compared.
 
 Shapes: R rows of the trial, T their length, P tokens that they share, N tokens of the shared row, E model width.
 """
@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from streamgrad.attention.trees import Tree
-from streamgrad.engine.contents import identity
+from streamgrad.engine.checks.contents import identity
 from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.module_walk import modules_of
 from streamgrad.engine.replay import DRAWING, Autocast, RandomTape
 from streamgrad.engine.temporary import temporary_attribute, temporary_attributes
-from streamgrad.hf.deepspeed import ulysses_group
 from streamgrad.hf.discover import decoder_layers, follows_length, has_recurrent_layers
+from streamgrad.hf.libraries.deepspeed import ulysses_group
 from streamgrad.hf.patching import InstalledForward, signature_of
 from streamgrad.hf.sequence_slices import WHOLE, sequence_group
 

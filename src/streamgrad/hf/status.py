@@ -17,9 +17,9 @@ from streamgrad.config import StreamConfig
 from streamgrad.engine.policy import LayerPolicy
 from streamgrad.hf.decoder import DecoderStream, decoder_forward
 from streamgrad.hf.discover import find_decoder, unwrap
-from streamgrad.hf.in_backward import updates_of
+from streamgrad.hf.libraries.sharded import device_at_work, waits_on_host
 from streamgrad.hf.patching import InstalledForward
-from streamgrad.hf.sharded import device_at_work, waits_on_host
+from streamgrad.hf.updates.in_backward import updates_of
 from streamgrad.memory.planner import Plan, readable
 
 logger = logging.getLogger("streamgrad")

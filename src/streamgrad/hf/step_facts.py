@@ -20,13 +20,13 @@ from streamgrad.engine.host_offload import HostStore
 from streamgrad.engine.module_walk import modules_of, parameters_of
 from streamgrad.engine.temporary import temporary_attribute
 from streamgrad.engine.ulysses import SequenceSharing
-from streamgrad.hf.deepspeed import is_partitioned
 from streamgrad.hf.discover import decoder_layers
-from streamgrad.hf.in_backward import updates_of
+from streamgrad.hf.libraries.deepspeed import is_partitioned
+from streamgrad.hf.libraries.quantized import bytes_of
+from streamgrad.hf.libraries.sharded import bytes_on_their_way, own_bytes, waits_on_host, whole_gradient_bytes
 from streamgrad.hf.patching import InstalledForward
-from streamgrad.hf.quantized import bytes_of
-from streamgrad.hf.sharded import bytes_on_their_way, own_bytes, waits_on_host, whole_gradient_bytes
 from streamgrad.hf.tied_embeddings import HeadWeight
+from streamgrad.hf.updates.in_backward import updates_of
 from streamgrad.memory.costs import KEYS_AT_ONCE, LayerCosts, tied_block_rows
 from streamgrad.memory.head_chunk import SHORTEST_CHUNK
 from streamgrad.memory.planner import Budget, HeadFacts, StepFacts

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from streamgrad.attention.backends import Kernels
 from streamgrad.config import StreamConfig
+from streamgrad.engine.checks.module_state import left_as_they_were
 from streamgrad.engine.kv_chunk import SeamError
-from streamgrad.engine.module_state import left_as_they_were
 from streamgrad.engine.module_walk import modules_of, parameters_of
 from streamgrad.engine.policy import LayerPolicy
 from streamgrad.engine.replay import as_autocast
 from streamgrad.engine.shortage import is_only_process, is_out_of_memory
 from streamgrad.engine.ulysses import SequenceSharing
-from streamgrad.hf.sharded import StatesToCome, device_at_work
+from streamgrad.hf.libraries.sharded import StatesToCome, device_at_work
 from streamgrad.hf.step_facts import PlannedCall, has_foreign_hook, held_bytes, kind_of_layer, step_facts
 from streamgrad.hf.whole_step import WholePlan, WholeStep
 from streamgrad.memory.costs import LayerCosts, chunks_in_forward

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from streamgrad.engine.temporary import temporary_attribute
 from streamgrad.head.targets import is_plain
 from streamgrad.head.tied_weight import embedded_with_tied_weight
-from streamgrad.hf.deepspeed import is_partitioned
+from streamgrad.hf.libraries.deepspeed import is_partitioned
 from streamgrad.hf.patching import own_forward
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _module
 
-from streamgrad.hf.sharded import fsdp_groups_of, gathers_first
+from streamgrad.hf.libraries.sharded import fsdp_groups_of, gathers_first
 from streamgrad.ops.autograd import after_backward, backward_pass
 
 _Surroundings = Callable[[], AbstractContextManager[Any]]

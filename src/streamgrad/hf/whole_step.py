@@ -1,4 +1,4 @@
-"""Describes steps that may run as a plain pass (`hf.plain_pass`), and the memory they need when every layer keeps its graph."""
+"""Describes steps that may run plain (`whole.plain_pass`), and the memory they need when every layer keeps its graph."""
 
 from __future__ import annotations
 

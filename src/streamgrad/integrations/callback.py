@@ -11,9 +11,9 @@ from transformers.trainer_callback import CallbackHandler
 
 from streamgrad.config import StreamConfig
 from streamgrad.hf.discover import unwrap
-from streamgrad.hf.in_backward import end_updates_by_others
 from streamgrad.hf.patching import InstalledForward
 from streamgrad.hf.status import note_optimizer, peak_bytes_so_far
+from streamgrad.hf.updates.in_backward import end_updates_by_others
 from streamgrad.parallel.zero3 import enable_for_trainer
 
 _GIB = 2**30

@@ -5,8 +5,8 @@ A phase is a point in time that can hold the most bytes of a step. In the backwa
     attention's backward                   a kernel's terms of the keys' gradients, and its workspace
     the end                                the sums of the layer's gradients, and one of them rounded
 What a layer's chunk holds in the first two is counted: by a probe while training (`memory.measure`) or by a dry run of the model
-(`hf.dry_run`). What is as long as the sequence is written out here. `memory.planner` chooses plans by these numbers, and
-`streamgrad plan` shows them.
+(`hf.estimates.dry_run`). What is as long as the sequence is written out here. `memory.planner` chooses plans by these numbers,
+and `streamgrad plan` shows them.
 
 Known limits: the allocator's fragments are not counted. Nor are chunks that come back from the host while the program runs ahead
 of the device, whose memory waits for it (up to 1.2 GB in the records).

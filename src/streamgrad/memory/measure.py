@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from streamgrad.engine.checks.value_choices import ValueChoices
 from streamgrad.engine.kv_chunk import Chunk
 from streamgrad.engine.module_walk import trainable_parameters
 from streamgrad.engine.projection import noting_projection
 from streamgrad.engine.recurrent_chunk import RecurrentChunk, RecurrentStream
 from streamgrad.engine.replay import Autocast
 from streamgrad.engine.ulysses import ALONE, SequenceSharing
-from streamgrad.engine.value_choices import ValueChoices
 from streamgrad.memory.costs import LayerCosts
 from streamgrad.memory.live_bytes import LiveBytes
 from streamgrad.ops.accumulate import accumulator_dtype

@@ -13,8 +13,8 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from streamgrad.api import enable
 from streamgrad.config import StreamConfig
-from streamgrad.hf.deepspeed import has_zero3_hooks
 from streamgrad.hf.discover import decoder_layers, unwrap
+from streamgrad.hf.libraries.deepspeed import has_zero3_hooks
 from streamgrad.hf.patching import InstalledForward
 
 ModelT = TypeVar("ModelT")

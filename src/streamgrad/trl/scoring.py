@@ -28,10 +28,10 @@ from streamgrad.head.targets import IGNORED
 from streamgrad.head.token_scores import token_scores
 from streamgrad.hf.causal_lm import HeadStream, causal_lm_forward, refuse_backward_hooks
 from streamgrad.hf.causal_loss import check_labels
+from streamgrad.hf.libraries.sharded import device_at_work
 from streamgrad.hf.passage import Passage
 from streamgrad.hf.patching import InstalledForward, named_arguments, own_forward, warn_once
 from streamgrad.hf.sequence_slices import with_whole_mask
-from streamgrad.hf.sharded import device_at_work
 from streamgrad.hf.shared_prefixes import SharedBatch, has_gaps, share_prefixes
 from streamgrad.hf.sharing_refusal import sharing_refusal
 from streamgrad.hf.step_facts import head_known_to_decoder

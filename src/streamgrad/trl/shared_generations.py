@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from streamgrad.engine.temporary import temporary_attribute, temporary_attributes
-from streamgrad.hf.deepspeed import ulysses_group
+from streamgrad.hf.libraries.deepspeed import ulysses_group
 from streamgrad.trl.sliced_rows import rows_cut_inside
 
 

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from trl import DPOTrainer, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from streamgrad.hf.deepspeed import ulysses_group
+from streamgrad.hf.libraries.deepspeed import ulysses_group
 from streamgrad.parallel import check_launch
 from streamgrad.trl.shared_generations import SharedGenerations, check_generations
 from streamgrad.trl.sliced_rows import WholeBatches

@@ -21,8 +21,8 @@ from trl.trainer.utils import FusedCausalLMOutput
 
 from streamgrad.engine.temporary import temporary_attributes
 from streamgrad.head.targets import IGNORED
-from streamgrad.hf.deepspeed import ulysses_group
 from streamgrad.hf.discover import unwrap
+from streamgrad.hf.libraries.deepspeed import ulysses_group
 from streamgrad.hf.patching import InstalledForward
 from streamgrad.hf.sequence_slices import SequenceGroup
 from streamgrad.parallel import whole_sequence

@@ -20,9 +20,9 @@ from trl import DistillationTrainer, DPOTrainer, GRPOTrainer, KTOTrainer, Reward
 from streamgrad.config import StreamConfig
 from streamgrad.engine.temporary import temporary_attribute, temporary_attributes
 from streamgrad.hf.discover import unwrap
-from streamgrad.hf.in_backward import end_updates_by_others, optimizer_in_backward
 from streamgrad.hf.patching import InstalledForward
 from streamgrad.hf.status import note_optimizer, peak_bytes_so_far, show_messages
+from streamgrad.hf.updates.in_backward import end_updates_by_others, optimizer_in_backward
 from streamgrad.parallel import failures_told
 from streamgrad.parallel.launch import check_engine
 from streamgrad.parallel.zero3 import enable_for_trainer

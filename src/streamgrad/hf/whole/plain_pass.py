@@ -24,17 +24,17 @@ from streamgrad.attention.backends import Kernels
 from streamgrad.config import StreamConfig
 from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.module_walk import modules_of, parameters_of
-from streamgrad.hf.compiled_layers import LayerCompiler
-from streamgrad.hf.deepspeed import is_partitioned
 from streamgrad.hf.discover import attention_configs, foreign_attention, has_recurrent_layers, sliding_window
 from streamgrad.hf.fusion import Fusion
 from streamgrad.hf.layer_args import DOCUMENTS
-from streamgrad.hf.layer_groups import groups_of
+from streamgrad.hf.libraries.deepspeed import is_partitioned
+from streamgrad.hf.libraries.quantized import never_packed
 from streamgrad.hf.patching import not_checkpointed, tokens_of
-from streamgrad.hf.quantized import never_packed
 from streamgrad.hf.seams import streamed_attention_in, whole_rows_attend
 from streamgrad.hf.sequence_slices import WholeSequences
-from streamgrad.hf.whole_attention import fastest_attention
+from streamgrad.hf.whole.attention import fastest_attention
+from streamgrad.hf.whole.compiled_layers import LayerCompiler
+from streamgrad.hf.whole.layer_groups import groups_of
 from streamgrad.hf.whole_step import WholeStep
 from streamgrad.memory.planner import HeadFacts
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules import module as _module
 
-from streamgrad.engine.guards import AdapterFacts
+from streamgrad.engine.checks.guards import AdapterFacts
 from streamgrad.engine.module_walk import HOOKS, OF_ALL_MODULES
 
 _PLAIN = frozenset({bool, float, str, type(None)})

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from streamgrad.config import KEEP_POLICIES, OFFLOAD_PLACES, StreamConfig, parse_bytes
-from streamgrad.hf.shapes import TABLE_RANK
+from streamgrad.hf.estimates.shapes import TABLE_RANK
 from streamgrad.memory.costs import QUANTIZED_SIZES
 from streamgrad.memory.engines import ENGINES
 from streamgrad.memory.fit import Card

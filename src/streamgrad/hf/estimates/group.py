@@ -6,10 +6,10 @@ import dataclasses
 from dataclasses import dataclass, replace
 from typing import Any
 
-from streamgrad.hf.assumptions import common_assumptions
-from streamgrad.hf.estimate import estimator_of
-from streamgrad.hf.estimate_options import Options, check_count
-from streamgrad.hf.report import Outlook
+from streamgrad.hf.estimates.assumptions import common_assumptions
+from streamgrad.hf.estimates.estimate import estimator_of
+from streamgrad.hf.estimates.options import Options, check_count
+from streamgrad.hf.estimates.report import Outlook
 from streamgrad.memory.phases import SharedPrompts, Workload
 
 # Completions of a prompt: a pair, and TRL's default.

@@ -9,7 +9,7 @@ the sequence may be in a hook. So the layer is run, with attention reduced to th
 - Its output must be the same in one chunk as in several. This finds what has no derivative, as a maximum that sets a scale, and
   what counts positions inside the chunk. So must the gradients of its parameters, summed over chunks.
 - It may read no trainable tensor but its own parameters, keep none with its graph, and make no gradients where none come in.
-- What it draws at random must be drawn for tokens (`engine.trial_draws`).
+- What it draws at random must be drawn for tokens (`engine.checks.trial_draws`).
 
 Zeros in trainable parameters, as in the last one of a new adapter, would hide what is behind them. They are replaced for the
 trial.
@@ -25,21 +25,20 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from streamgrad.engine.contents import contents_of
+from streamgrad.engine.checks.contents import contents_of
+from streamgrad.engine.checks.guards import AdapterFacts, check_leaves
+from streamgrad.engine.checks.kept_graphs import keeping, keeps_a_graph, nodes_from, note_watched
+from streamgrad.engine.checks.module_state import ModuleState, set_by_first_call
+from streamgrad.engine.checks.trial_draws import without_draws
 from streamgrad.engine.grad_accumulator import stand_in, swapped_parameters
-from streamgrad.engine.guards import AdapterFacts, check_leaves
-from streamgrad.engine.kept_graphs import keeping, keeps_a_graph, nodes_from, note_watched
 from streamgrad.engine.kv_chunk import Chunk, SeamError, Span
 from streamgrad.engine.linear_maps import nobody_watches
-from streamgrad.engine.module_state import ModuleState
 from streamgrad.engine.module_walk import buffers_in, modules_of, parameters_in
 from streamgrad.engine.replay import DRAWING, Autocast
-from streamgrad.engine.trial_draws import without_draws
 from streamgrad.ops.autograd import own_graph
 
 # Runs the layer chunk by chunk over the spans and returns its output for all tokens.
@@ -142,7 +141,7 @@ class Trial:
             _unchanged_buffers(modules),
         ):
             try:
-                if before is not None and (which := self._set_by_first_call(before, draw)) is not None:
+                if before is not None and (which := set_by_first_call(before, self._run_whole, draw)) is not None:
                     raise SeamError(
                         f"{self.name} sets {which} in its first call, by the tokens that it is given, which would be those of a "
                         "chunk; call the model once under torch.no_grad() before streamgrad.enable(model)"
@@ -160,27 +159,6 @@ class Trial:
             _PASSED[layer] = [*_PASSED.get(layer, ())[-7:], (tokens, before_backward, self.has_single, self.contents)]
             if before_backward:
                 note_watched(modules)
-
-    def _set_by_first_call(self, before: ModuleState, draw: Callable[[], Tensor]) -> str | None:
-        """Return which parameter, buffer or attribute the first call has set by its tokens, as the scale of a quantiser.
-
-        An attribute may be set in every call: that is exact. So a first call is tried, and a second one after it, which would
-        set another value by itself.
-        """
-        if (which := before.changed_unseen()) is not None or not before.set_since():
-            return which
-        after, found = ModuleState(self.modules), []
-        first, second = draw(), 2 * draw()
-        for calls in ([first, second], [first], [second]):
-            before.put_back()
-            for h_BNE in calls:
-                self._run_whole(h_BNE)
-            found.append(before.set_since())
-        after.put_back()
-        by_both, by_first, by_second = found
-        kept = [key for key, value in by_both.items() if key in by_first and _is_equal(value, by_first[key])]
-        by_tokens = (key for key in kept if key not in by_second or not _is_equal(by_both[key], by_second[key]))
-        return next((name for _, name in by_tokens), None)
 
     def _run_whole(self, h_BNE: Tensor) -> Tensor:
         return self.run(h_BNE, [(0, h_BNE.shape[1])])
@@ -324,12 +302,6 @@ class _Output:
         # Not by `dout_BNE` itself: where this is the first backward of a process and begins with a product, cuBLAS warns.
         product = (out_BNE * dout_BNE).sum()
         return list(torch.autograd.grad(product, inputs, retain_graph=not self._runs_once, allow_unused=True))
-
-
-def _is_equal(value: Any, other: Any) -> bool:
-    if isinstance(value, Tensor):
-        return isinstance(other, Tensor) and value.shape == other.shape and torch.equal(value, other)
-    return bool(value == other)
 
 
 def _dout_of(out_BNE: Tensor) -> Tensor:

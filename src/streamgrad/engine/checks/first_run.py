@@ -20,8 +20,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from streamgrad.engine.guards import changed_in_place
-from streamgrad.engine.kept_graphs import Graphs, keeping, keeps_on_a_module, leaves_weights, tensors_on_modules
+from streamgrad.engine.checks.guards import changed_in_place
+from streamgrad.engine.checks.kept_graphs import Graphs, keeping, keeps_on_a_module, leaves_weights, tensors_on_modules
 from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.module_walk import modules_of, parameters_in
 from streamgrad.ops.autograd import own_graph

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from streamgrad.hf.estimate import Estimator
+from streamgrad.hf.estimates.estimate import Estimator
 
 # Each option in the order in which more goes elsewhere.
 _OTHERS = {"optimizer": ("adamw8bit", "in-backward", "host"), "weights": ("host",)}

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from streamgrad.hf.deepspeed import is_partitioned
+from streamgrad.hf.libraries.deepspeed import is_partitioned
 
 _SHARED = "is whole only after processes have exchanged it, and parameters would be updated before. Use an ordinary optimizer."
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from streamgrad.hf.estimate_options import Options
+from streamgrad.hf.estimates.options import Options
 from streamgrad.memory.costs import ModelShape
 from streamgrad.memory.fit import FILLED, FILLED_BESIDE_HOST
 from streamgrad.memory.planner import HOST_SHARE

@@ -1,4 +1,4 @@
-"""The attention of layers that run whole (`hf.plain_pass`): the stock model's, by the fastest of torch's kernels.
+"""The attention of layers that run whole (`hf.whole.plain_pass`): the stock model's, by the fastest of torch's kernels.
 
 torch's own order may begin with cuDNN, and every new length would wait for its plan (`attention.backends.cudnn_plans`).
 """

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from streamgrad.hf.optimizer_trial import Alone, StateSizes, tensors_in, tried
-from streamgrad.hf.update_refusals import check_class, check_parameters, check_surroundings, check_trainer
+from streamgrad.hf.updates.optimizer_trial import Alone, StateSizes, tensors_in, tried
+from streamgrad.hf.updates.refusals import check_class, check_parameters, check_surroundings, check_trainer
 from streamgrad.ops.accumulate import accumulator_dtype
 from streamgrad.ops.freed_gradient import TWICE, FreedGradient, held_gradient
 

@@ -1,7 +1,7 @@
 """A model's shape, from one of two places.
 
     preset_shapes.json    presets in bfloat16, in full training and with adapters of rank 32; it needs no torch
-    hf.dry_run            everything else; it needs torch and transformers, and takes seconds
+    hf.estimates.dry_run            everything else; it needs torch and transformers, and takes seconds
 docs/generate_preset_shapes.py writes the table by dry runs, and tests/hf/test_preset_shapes.py makes them again.
 """
 
@@ -35,6 +35,6 @@ def _measured(model: Any, dtype: str, lora_rank: int | None) -> ModelShape:
     import torch
 
     from streamgrad.hf.configs import config_of
-    from streamgrad.hf.dry_run import model_shape
+    from streamgrad.hf.estimates.dry_run import model_shape
 
     return model_shape(config_of(model), dtype=getattr(torch, dtype), lora_rank=lora_rank)

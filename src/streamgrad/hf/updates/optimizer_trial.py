@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamgrad.hf.quantized import bytes_of
+from streamgrad.hf.libraries.quantized import bytes_of
 
 _STEPS = 3
 # The most elements of a tensor in the trial: as many as bitsandbytes needs to keep a state in pages, and in 8 bits.

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from streamgrad.engine.guards import AdapterFacts
+from streamgrad.engine.checks.guards import AdapterFacts
 from streamgrad.versions import check_version
 
 # What decides which parameters an adapter uses, and how. A new adapter changes no value, so that only these tell.

@@ -1,6 +1,6 @@
 """What the modules of a layer have been set to, and how to set them back.
 
-    with left_as_they_were(modules): ...        with undone_if_refused(modules): ...
+    with left_as_they_were(modules): ...        with undone_if_refused(modules): ...        set_by_first_call(before, run, draw)
 
 A layer may set itself up by the tokens of its first call: a scale, or a switch that says that there is one. A call on some of the
 tokens, to measure the layer or to try it, would set it up by those. And where a first call is refused, a user may go on without
@@ -9,7 +9,7 @@ streaming. Put back are small parameters and buffers, attributes of the modules'
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ class ModuleState:
     """The state of modules at one time."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = modules
         self._tensors = [
             (f"{type(module).__name__}.{name}", tensor, tensor._version, tensor.detach().clone())
             for module in modules
@@ -90,6 +91,35 @@ def left_as_they_were(modules: Sequence[nn.Module]) -> Iterator[None]:
         yield
     finally:
         before.put_back()
+
+
+def set_by_first_call(before: ModuleState, run: Callable[[Tensor], Any], draw: Callable[[], Tensor]) -> str | None:
+    """Return which parameter, buffer or attribute a layer's first call has set by its tokens, as the scale of a quantiser.
+
+    The call has been made, by whoever took the state `before` it. An attribute may be set in every call: that is exact. So the
+    layer, called by `run`, is called first and a second time with tokens of `draw`, and with each of the two alone. What both
+    calls leave as the first one set it, and the second one alone would set otherwise, the first call has set for good.
+    """
+    if (which := before.changed_unseen()) is not None or not before.set_since():
+        return which
+    after, found = ModuleState(before.modules), []
+    first, second = draw(), 2 * draw()
+    for calls in ([first, second], [first], [second]):
+        before.put_back()
+        for h_BNE in calls:
+            run(h_BNE)
+        found.append(before.set_since())
+    after.put_back()
+    by_both, by_first, by_second = found
+    kept = [key for key, value in by_both.items() if key in by_first and _is_equal(value, by_first[key])]
+    by_tokens = (key for key in kept if key not in by_second or not _is_equal(by_both[key], by_second[key]))
+    return next((name for _, name in by_tokens), None)
+
+
+def _is_equal(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor):
+        return isinstance(other, Tensor) and value.shape == other.shape and torch.equal(value, other)
+    return bool(value == other)
 
 
 def _attributes_of(module: nn.Module) -> dict[str, Any]:

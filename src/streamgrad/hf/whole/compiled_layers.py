@@ -1,7 +1,7 @@
 """Decoder layers compiled by torch.compile, for steps that run them whole.
 
 One graph serves all layers of a class and sequences of any length: weights are its inputs, and the number of tokens is a symbol.
-Short steps take as long as Python does to call graphs, and have one for several layers (`hf.layer_groups`). Only forwards are
+Short steps take as long as Python does to call graphs, and have one for several layers (`layer_groups`). Only forwards are
 compiled, so hooks on a layer, engines that gather its weights and checkpointing run around it.
 """
 
@@ -23,7 +23,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._functorch import config as functorch_config
 
 from streamgrad.engine.temporary import temporary_attributes
-from streamgrad.hf.layer_groups import CalledOtherwise, LayerGroups
+from streamgrad.hf.whole.layer_groups import CalledOtherwise, LayerGroups
 
 logger = logging.getLogger("streamgrad")
 

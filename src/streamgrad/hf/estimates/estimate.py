@@ -1,6 +1,6 @@
 """`estimate`: what a step holds, by component, on device and host; how long it takes; and the longest sequence that fits.
 
-Nothing is allocated and no device is needed. The layer's costs come from the table of presets or a dry run (`hf.shapes`), what
+Nothing is allocated and no device is needed. The layer's costs come from the table of presets or a dry run (`shapes`), what
 stays for the whole step from `memory.training_state`, the plan and whether it fits from `memory.fit`, the bytes of each phase
 from `memory.phases`, and the time from `memory.seconds` and `memory.traffic`.
 """
@@ -12,10 +12,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from streamgrad.engine.policy import LayerPolicy
-from streamgrad.hf.assumptions import assumptions
-from streamgrad.hf.estimate_options import Options, check_count, full_dtype, memory_bytes
-from streamgrad.hf.report import Outlook, Report
-from streamgrad.hf.shapes import shape_of
+from streamgrad.hf.estimates.assumptions import assumptions
+from streamgrad.hf.estimates.options import Options, check_count, full_dtype, memory_bytes
+from streamgrad.hf.estimates.report import Outlook, Report
+from streamgrad.hf.estimates.shapes import shape_of
 from streamgrad.memory.costs import ModelShape, sum_of
 from streamgrad.memory.phases import Workload, checkpointing_phases, host_parts, largest
 from streamgrad.memory.planner import HOST_SHARE

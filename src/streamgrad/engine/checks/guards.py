@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from streamgrad.engine.kept_graphs import leaves_from
+from streamgrad.engine.checks.kept_graphs import leaves_from
 from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.module_walk import buffers_in, modules_of, parameters_in
 from streamgrad.ops.autograd import after_backward, backward_pass, without_autocast
