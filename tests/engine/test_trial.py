@@ -9,12 +9,14 @@ from types import MethodType
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import batches
 import streamgrad
 from gradients import assert_same_step, no_float32, run_step
 from lora import with_lora
+from streamgrad.engine.checks import trial
 from tiny import FAMILIES, tiny_model, tokens
 
 WIDTH, CHUNK = 24, 7
@@ -400,6 +402,52 @@ def test_small_parameters_of_any_dtype_are_looked_at(dtype):
     with no_float32():
         expected = run_step(made(), batch)
         assert_same_step(run_step(streamgrad.enable(made(), chunk_size=CHUNK), batch), expected, 1e-10)
+
+
+class RunningLargest(LlamaMLP):
+    """Scales by the largest value that it has been called with so far."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.largest = torch.maximum(self.largest, x.detach().abs().max())
+        return super().forward(x * (1 + 1 / (1 + self.largest)))
+
+
+def test_the_tokens_of_a_trial_leave_no_trace_on_modules():
+    """They are not the program's: a maximum over all tokens that it has seen would be another between a chunk and its re-run."""
+    model, batch = tiny_model("llama"), batches.plain(None)
+    for layer in model.model.layers:
+        layer.mlp.__class__, layer.mlp.largest = RunningLargest, torch.zeros((), dtype=torch.float64)
+    with torch.no_grad():
+        model(**batch)
+    with no_float32():
+        expected = run_step(model, batch)
+        streamgrad.enable(model, chunk_size=CHUNK, keep="attention")
+        assert_same_step(run_step(model, batch), expected, 1e-10)
+
+
+class _Product(torch.autograd.Function):
+    """`F.linear` as ZeRO-3 replaces it: a function that reads the weight itself."""
+
+    @staticmethod
+    def forward(ctx, input, weight):
+        ctx.save_for_backward(input, weight)
+        return input @ weight.t()
+
+    @staticmethod
+    def backward(ctx, dout):
+        input, weight = ctx.saved_tensors
+        return dout @ weight, dout.flatten(0, -2).t() @ input.flatten(0, -2)
+
+
+def test_weights_of_linear_maps_are_not_compared_where_an_engine_replaces_the_product(monkeypatch):
+    """Their gradients are sums over tokens all the same, and may have gigabytes."""
+    monkeypatch.setattr(trial, "_LARGEST_OF_A_SUM", 0)
+    out, mlp = torch.ones(1, 3, WIDTH), LlamaMLP(LlamaConfig(hidden_size=WIDTH, intermediate_size=7, num_attention_heads=1))
+    modules = list(mlp.modules())
+    assert trial._worth_comparing(modules, mlp(out)) == []
+    monkeypatch.setattr(nn.functional, "linear", lambda input, weight, bias=None: _Product.apply(input, weight))
+    assert trial._worth_comparing(modules, mlp(out)) == []
+    assert trial._worth_comparing(modules, mlp(out) + mlp.down_proj.weight.sum()) == [mlp.down_proj.weight]
 
 
 def test_rows_do_not_hide_each_other():

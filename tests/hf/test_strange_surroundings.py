@@ -59,7 +59,7 @@ def test_a_head_with_adapters_has_gradients_where_no_token_has_a_label():
 
 
 def test_a_forward_that_was_made_a_method():
-    """As Accelerate does when it unwraps a model."""
+    """By who takes a forward for a function."""
     model, ids = tiny_model("qwen3", dtype=torch.float32), tokens(1, 9)
     expected = model(input_ids=ids, labels=ids).loss
     streamgrad.enable(model, chunk_size=4)

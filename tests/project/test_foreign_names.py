@@ -80,6 +80,7 @@ PRIVATE = {
     "transformers/utils/output_capturing.py": "_hidden_states_layers",
     "an adapter": "_active_adapter _disable_adapters",
     "accelerate.state.GradientState": "_shared_state",
+    "accelerate/accelerator.py": "_original_forward",
     "accelerate/hooks.py": "_hf_hook",
     "accelerate/state.py": "_mixed_precision",
     "trl/trainer/dpo_trainer.py": "_tp_size",

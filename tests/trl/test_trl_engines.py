@@ -140,7 +140,7 @@ def test_under_zero_3_layers_become_leaves(monkeypatch):
     """Trainers make their engine themselves, so nobody else could mark the layers in time."""
     plain, marked = tiny_model("qwen3"), tiny_model("qwen3")
     add_streamed_head(plain, None)
-    monkeypatch.setattr(streamgrad.trl.scoring, "is_deepspeed_zero3_enabled", lambda: True)
+    monkeypatch.setattr(streamgrad.parallel.zero3, "is_deepspeed_zero3_enabled", lambda: True)
     add_streamed_head(marked, None)
     assert [z3_leaf_module(layer) for layer in plain.model.layers] == [False, False]
     assert [z3_leaf_module(layer) for layer in marked.model.layers] == [True, True]

@@ -63,11 +63,20 @@ class InstalledForward:
     def remove(self) -> None:
         self.stream = None
         self.module.__dict__.pop("_streamgrad", None)
-        installed = self.module.__dict__.get("forward")
-        if installed is self or isinstance(getattr(installed, "__func__", None), _Unbound):
+        if self._is_bound_in(self.module.__dict__.get("forward")):
             del self.module.__dict__["forward"]
             if self._replaced is not None:
                 self.module.__dict__["forward"] = self.stock
+
+    def _is_bound_in(self, forward: Any) -> bool:
+        """Return whether a forward is this one, or this one bound to a module as a method."""
+        function = getattr(forward, "__func__", None)
+        return forward is self or function is self or isinstance(function, _Unbound)
+
+    def is_called_by(self, forward: Callable[..., Any]) -> bool:
+        """Return whether a forward is this one, or a wrapper of it, as Accelerate makes for autocast."""
+        called = inspect.unwrap(forward, stop=self._is_bound_in)
+        return self._is_bound_in(called) or isinstance(called, _Unbound)
 
     @property
     def stock(self) -> Callable[..., Any]:
@@ -94,6 +103,8 @@ class InstalledForward:
 
     @torch.compiler.disable
     def _called(self, *args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is self.module:  # who takes it for a function binds it to the module
+            args = args[1:]
         called = _module_under_call()
         if called is not None and called is not self.module and called.__dict__.get("_streamgrad") is self:
             return self._moved_to(called)(*args, **kwargs)

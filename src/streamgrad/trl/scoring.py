@@ -196,7 +196,8 @@ def scores_tokens(model: Any) -> bool:
 def makes_plain_logits(model: Any) -> bool:
     """Return whether tokens are scored here, and the model's logits are the product with the head's weight that scores are of."""
     # Accelerate may have wrapped the forward, for autocast; a trainer of TRL may have put one of its own in its place.
-    if not scores_tokens(model) or inspect.unwrap(model.forward) is not InstalledForward.on(model):
+    installed = InstalledForward.on(model)
+    if not scores_tokens(model) or installed is None or not installed.is_called_by(model.forward):
         return False
     linear = _linear_head(model)
     heads = linear, model.get_output_embeddings()

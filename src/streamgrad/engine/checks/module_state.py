@@ -1,6 +1,6 @@
 """What the modules of a layer have been set to, and how to set them back.
 
-    with left_as_they_were(modules): ...        with undone_if_refused(modules): ...        set_by_first_call(before, run, draw)
+    with left_as_they_were(modules): ...        with undone_if_refused(modules): ...
 
 A layer may set itself up by the tokens of its first call: a scale, or a switch that says that there is one. A call on some of the
 tokens, to measure the layer or to try it, would set it up by those. And where a first call is refused, a user may go on without
@@ -27,7 +27,6 @@ class ModuleState:
     """The state of modules at one time."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.modules = modules
         self._tensors = [
             (f"{type(module).__name__}.{name}", tensor, tensor._version, tensor.detach().clone())
             for module in modules
@@ -84,42 +83,47 @@ def undone_if_refused(modules: Sequence[nn.Module]) -> Iterator[ModuleState]:
 
 
 @contextmanager
-def left_as_they_were(modules: Sequence[nn.Module]) -> Iterator[None]:
+def left_as_they_were(modules: Sequence[nn.Module]) -> Iterator[ModuleState]:
     """Put modules back after the block."""
     before = ModuleState(modules)
     try:
-        yield
+        yield before
     finally:
         before.put_back()
 
 
-def set_by_first_call(before: ModuleState, run: Callable[[Tensor], Any], draw: Callable[[], Tensor]) -> str | None:
+def set_by_first_call(
+    before: ModuleState, after: ModuleState, run: Callable[[Tensor], Any], draw: Callable[[], Tensor]
+) -> str | None:
     """Return which parameter, buffer or attribute a layer's first call has set by its tokens, as the scale of a quantiser.
 
-    The call has been made, by whoever took the state `before` it. An attribute may be set in every call: that is exact. So the
-    layer, called by `run`, is called first and a second time with tokens of `draw`, and with each of the two alone. What both
-    calls leave as the first one set it, and the second one alone would set otherwise, the first call has set for good.
+    The call has been made, between the states `before` and `after` it. An attribute may be set in every call, or be the largest
+    value so far: guards see if that matters. So the layer, called by `run`, is called with two draws, each alone and in both
+    orders. What stays as the first call set it, whichever draw that had, is set for good.
     """
     if (which := before.changed_unseen()) is not None or not before.set_since():
         return which
-    after, found = ModuleState(before.modules), []
-    first, second = draw(), 2 * draw()
-    for calls in ([first, second], [first], [second]):
+    one, other = draw(), 2 * draw()
+
+    def left_by(*calls: Tensor) -> dict[tuple[int, str], Any]:
         before.put_back()
         for h_BNE in calls:
             run(h_BNE)
-        found.append(before.set_since())
+        return before.set_since()
+
+    alone, in_order = (left_by(one), left_by(other)), (left_by(one, other), left_by(other, one))
     after.put_back()
-    by_both, by_first, by_second = found
-    kept = [key for key, value in by_both.items() if key in by_first and _is_equal(value, by_first[key])]
-    by_tokens = (key for key in kept if key not in by_second or not _is_equal(by_both[key], by_second[key]))
-    return next((name for _, name in by_tokens), None)
+    for key in alone[0]:
+        first, second, both, reverse = (values.get(key) for values in (*alone, *in_order))
+        if _is_equal(first, both) and _is_equal(second, reverse) and not _is_equal(first, second):
+            return key[1]
+    return None
 
 
 def _is_equal(value: Any, other: Any) -> bool:
-    if isinstance(value, Tensor):
-        return isinstance(other, Tensor) and value.shape == other.shape and torch.equal(value, other)
-    return bool(value == other)
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return value.shape == other.shape and torch.equal(value, other)
+    return type(value) is type(other) and bool(value == other)
 
 
 def _attributes_of(module: nn.Module) -> dict[str, Any]:

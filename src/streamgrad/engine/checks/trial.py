@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from streamgrad.engine.checks.contents import contents_of
 from streamgrad.engine.checks.guards import AdapterFacts, check_leaves
 from streamgrad.engine.checks.kept_graphs import keeping, keeps_a_graph, nodes_from, note_watched
-from streamgrad.engine.checks.module_state import ModuleState, set_by_first_call
+from streamgrad.engine.checks.module_state import ModuleState, left_as_they_were, set_by_first_call
 from streamgrad.engine.checks.trial_draws import without_draws
 from streamgrad.engine.grad_accumulator import stand_in, swapped_parameters
 from streamgrad.engine.kv_chunk import Chunk, SeamError, Span
@@ -137,11 +137,12 @@ class Trial:
             own_graph(),
             torch.autograd.set_detect_anomaly(False),  # what is not finite here says nothing of the step
             torch.enable_grad(),
+            left_as_they_were(modules) as after,
             swapped_parameters(modules, _stand_ins(modules)),
             _unchanged_buffers(modules),
         ):
             try:
-                if before is not None and (which := set_by_first_call(before, self._run_whole, draw)) is not None:
+                if before is not None and (which := set_by_first_call(before, after, self._run_whole, draw)) is not None:
                     raise SeamError(
                         f"{self.name} sets {which} in its first call, by the tokens that it is given, which would be those of a "
                         "chunk; call the model once under torch.no_grad() before streamgrad.enable(model)"
@@ -349,13 +350,21 @@ def _worth_comparing(modules: Sequence[nn.Module], out_BNE: Tensor) -> list[Tens
 def _read_otherwise(out_BNE: Tensor) -> set[int]:
     """Return the ids of leaves that a graph reads by other functions than products with a transposed weight, or their casts."""
     casts = {"ToCopyBackward0"} if torch.is_autocast_enabled(out_BNE.device.type) else set()
-    multiplied = {"TBackward0", "LinearBackward0"} | casts
+    multiplied = {"TBackward0", "LinearBackward0"} | casts | _readers_of_weights(out_BNE)
     return {
         id(leaf.variable)
         for node in nodes_from(out_BNE.grad_fn)
         for leaf, _ in node.next_functions
         if hasattr(leaf, "variable") and node.name() not in multiplied and "CompiledFunction" not in node.name()
     }
+
+
+def _readers_of_weights(like: Tensor) -> set[str]:
+    """Return the functions by which `F.linear` reads its weight: an engine may have put another in its place, as ZeRO-3 does."""
+    weight = like.new_ones(1, 1).requires_grad_()
+    out = nn.functional.linear(like.new_ones(2, 1), weight)
+    nodes = nodes_from(out.grad_fn)
+    return {node.name() for node in nodes for leaf, _ in node.next_functions if getattr(leaf, "variable", None) is weight}
 
 
 def _cut(tokens: int, least: int, *, has_single: bool) -> list[Span]:
