@@ -13,6 +13,7 @@ ATTENTION_BACKENDS = ("auto", "cudnn", "flash", "fa4", "sdpa", "eager")
 FUSED_KERNEL_MODES = ("auto", "on", "off")
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_FEWEST_BYTES = 1 << 16
 _UNITS |= {"M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -30,6 +31,8 @@ def parse_bytes(value: int | float | str) -> int:
             f"{value!r} is not an amount of memory. Pass a number above 0 with a unit, such as '80GiB' or '79.5GB'; in Python, "
             "an int counts bytes."
         )
+    if not isinstance(value, str) and count < _FEWEST_BYTES:
+        raise ValueError(f"{value!r} counts bytes, which hold nothing of a step. Pass a unit, such as '{value}GiB'.")
     return int(count)
 
 
@@ -127,6 +130,16 @@ class StreamConfig:
                 f"recompute_layers={self.recompute_layers} with keep='all': a layer that keeps its whole graph is not run again. "
                 "Pass keep='input' or 'attention', or leave recompute_layers out."
             )
+        if self.keep == "all" and self.offload == "host":
+            raise ValueError(
+                "offload='host' with keep='all': whole graphs stay on the device. Pass keep='attention', keep='input' or "
+                "keep='auto', or leave offload out."
+            )
+        if self.keep in ("input", "attention") and self.compile_layers:
+            raise ValueError(
+                f"compile_layers=True with keep={self.keep!r}: only layers that keep their whole graph are compiled. Pass "
+                "keep='auto' or keep='all', or leave compile_layers out."
+            )
         if self.memory_budget is not None:
             try:
                 parse_bytes(self.memory_budget)
@@ -148,6 +161,6 @@ class StreamConfig:
             return cls(**options)
         if not isinstance(config, cls):
             raise TypeError(
-                f"config={config!r} is a {type(config).__name__}. Pass a streamgrad.StreamConfig, or the options by name."
+                f"config={config!r} is of type {type(config).__name__}. Pass a streamgrad.StreamConfig, or the options by name."
             )
         return dataclasses.replace(config, **options)

@@ -47,23 +47,23 @@ def test_the_table_says_what_the_report_says(tmp_path):
         (["qwen3-4b", "--seq-len", "4000000"], r"4,000,000 tokens do not fit. Up to [\d,]+ tokens would.*Smallest plan: "),
         (
             ["qwen3-8b", "--seq-len", "1000", "--gpu-memory", "24GiB"],
-            "No length fits: weights, optimizer state and gradients .* take 61.03 GiB.*--method lora, --optimizer host, --w",
+            r"1,000 tokens do not fit: nothing fits 24.0 G.*gradients: these alone take 61.0 GiB.*What fits: --optimizer host, ",
         ),
         (
             ["qwen3-8b", "--seq-len", "1000", "--gpu-memory", "24GiB", "--optimizer", "in-backward"],
-            "Try --method lora, --optimizer host, --optimizer host --weights host, --engine",  # which is refused in backward
+            "What fits: --optimizer host, --optimizer host --weights host, or a larger GPU",  # an engine is refused in backward
         ),
         (
             ["qwen3-32b", "--seq-len", "1000", "--gpu-memory", "24GiB", "--engine", "ddp", "--gpus", "2"],
-            "Try --method lora, --optimizer host, more --gpus",  # weights are whole on every GPU
+            "What fits: --engine zero3 --gpus 32, or a larger GPU. Adapters need less: --method lora",  # which DDP keeps whole
         ),
         (
             ["qwen3-8b", "--seq-len", "1000", "--gpu-memory", "52GiB"],
-            "take [56].*Try --method lora, --optimizer in-backward or host, --weights",  # without gradients it would
+            "take 61.*What fits: --optimizer in-backward, --optimizer host, ",  # without gradients it would
         ),
         (
             ["qwen3-8b", "--seq-len", "8192", "--gpu-memory", "24GiB", "--optimizer", "none"],
-            "take 3.* GiB on each GPU. Try --method lora, --optimizer host",
+            "take 3.* GiB on each GPU. What fits: --weights host, --engine zero3 --gpus 2, or",
         ),
     ],
 )

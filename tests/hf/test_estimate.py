@@ -125,15 +125,26 @@ def test_a_configuration_a_directory_and_a_model_are_taken(tmp_path):
         ({"engine": "zero3"}, "engine='zero3' with gpus=1"),
         ({"gpus": 2}, "engine='none' with gpus=2"),
         ({"gpu_memory": "80 apples"}, "gpu_memory: '80 apples' is not an amount of memory"),
-        ({"seq_len": None, "batch": 1 << 30}, "nothing fits 78.7 GiB, not even batch=1073741824 of 128 tokens"),
+        (
+            {"seq_len": None, "batch": 1 << 30},
+            "nothing fits 78.7 GiB, not even batch=1073741824 of 128 tokens.*What fits: batch=1, or a la",
+        ),
         ({"seq_len": 0}, "seq_len must be a whole number of at least 1, got 0"),
         ({"seq_len": 1000.5}, "seq_len must be a whole number of at least 1, got 1000.5"),
         ({"seq_len": "100"}, "seq_len must be a whole number of at least 1, got '100'"),
         ({"batch": True}, "batch must be a whole number of at least 1, got True"),
         ({"lora_rank": 8}, "lora_rank=8 is for method='lora'"),
-        ({"seq_len": None, "gpu_memory": "20GiB"}, "nothing fits 20.0 GiB.* alone take 22.5 GiB.*method='lora'"),
-        ({"seq_len": None, "gpu_memory": "9GiB", "optimizer": "in-backward"}, "Pass method='lora', optimizer='host', weights="),
+        (
+            {"seq_len": None, "gpu_memory": "20GiB"},
+            "nothing fits 20.0 GiB.* alone take 30.0 GiB.*Adapters need less: method='lora'",
+        ),
+        (
+            {"seq_len": None, "gpu_memory": "9GiB", "optimizer": "in-backward"},
+            "What fits: optimizer='host' with weights='host', or a larger GPU",
+        ),
         ({"keep": "all", "recompute_layers": 4}, "recompute_layers=4 with keep='all'"),
+        ({"keep": "all", "offload": "host"}, "offload='host' with keep='all'"),
+        ({"gpu_memory": 80}, "gpu_memory: 80 counts bytes.*Pass a unit, such as '80GiB'"),
     ],
 )
 def test_errors_name_the_value(options, words):

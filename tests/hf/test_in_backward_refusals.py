@@ -128,6 +128,8 @@ def test_what_else_is_refused():
     make = streamgrad.optimizer_in_backward
     with pytest.raises(TypeError, match="optimizer_class must be a class"):
         make(model, "adamw", lr=1e-2)
+    with pytest.raises(TypeError, match=r"got an object of SGD. .*optimizer_in_backward\(model, SGD, lr=1e-5\)"):
+        make(model, torch.optim.SGD(model.parameters(), lr=1e-2))
     with pytest.raises(TypeError, match="made of other optimizers"):
         make(model, type("Offloading", (torch.optim.SGD,), {"param_groups": property(lambda self: [])}), lr=1e-2)
     with pytest.raises(ValueError, match="max_grad_norm=0 must be above 0"):

@@ -221,9 +221,9 @@ def test_float_2d_masks_hide_where_they_are_zero(scale):
 @pytest.mark.parametrize(
     ("mask", "words"),
     [
-        (torch.ones(2, LENGTH, LENGTH), r"shape \(2, 13, 13\). Pass \(batch, tokens\)"),
+        (torch.ones(2, LENGTH, LENGTH), r"shape \(2, 13, 13\) in a batch of 2. Pass \(batch, tokens\)"),
         (torch.ones(2, 1, LENGTH), r"shape \(2, 1, 13\)"),
-        (torch.ones(1, LENGTH), r"shape \(1, 13\)"),
+        (torch.ones(1, LENGTH), r"shape \(1, 13\) in a batch of 2"),
         (dense(MIN)["attention_mask"].long(), "4-D attention mask is torch.int64.*Pass a boolean"),
         (dense(MIN)["attention_mask"].repeat(1, 3, 1, 1), r"shape \(2, 3, 13, 13\) for 2 rows and 4 heads"),
         (dense(MIN)["attention_mask"].repeat(2, 1, 1, 1)[:3], r"shape \(3, 1, 13, 13\) for 2 rows and 4 heads"),

@@ -337,12 +337,15 @@ BAD = {
 }  # fmt: skip
 
 
-def _dpo(**options):
-    return dpo_loss(*[torch.zeros(2, 3)] * 4, *[torch.ones(2, 3)] * 2, **options)
+LABELS, ALL = torch.tensor([[-100, -100, 7], [-100, 5, 6]]), torch.ones(2, 3)
 
 
-def _grpo(**options):
-    return grpo_loss(torch.zeros(2, 3), torch.zeros(2), torch.ones(2, 3), **options)
+def _dpo(masks=(ALL, ALL), **options):
+    return dpo_loss(*[torch.zeros(2, 3)] * 4, *masks, **options)
+
+
+def _grpo(mask=ALL, **options):
+    return grpo_loss(torch.zeros(2, 3), torch.zeros(2), mask, **options)
 
 
 @pytest.mark.parametrize(
@@ -350,6 +353,9 @@ def _grpo(**options):
     [
         (lambda: _dpo(loss_type="ipo", beta=0), "beta, by which ipo divides, must be a number above 0, got 0"),
         (lambda: _dpo(loss_type=["sppo_hard", "sft"], beta=-0.1), "beta, by which sppo_hard divides, .* above 0, got -0.1"),
+        (lambda: _dpo(beta=-1), "beta must be a number at least 0, got -1"),
+        (lambda: _grpo(epsilon=-1), "epsilon must be a number at least 0, got -1"),
+        (lambda: _grpo(delta="2"), "delta must be a number at least 0, got '2'"),
         (lambda: _dpo(loss_weights=["a"]), "each of loss_weights must be a number at least -inf, got 'a'"),
         (lambda: _dpo(label_smoothing=2.0), "label_smoothing must be a number at least 0 and at most 1, got 2.0"),
         (lambda: _dpo(ld_alpha=7), "ld_alpha must be a number at least 0 and at most 1, got 7"),
@@ -360,6 +366,9 @@ def _grpo(**options):
         (lambda: _grpo(loss_type="dr_grpo", max_completion_length=0), "max_completion_length must be a number at least 1, got 0"),
         (lambda: _grpo(num_items=-2), "num_items must be a number at least 0, got -2"),
         (lambda: sft_loss(torch.zeros(2, 3), torch.ones(2, 3), num_items=-2), "num_items must be a number at least 0, got -2"),
+        (lambda: sft_loss(torch.zeros(2, 3), LABELS), "mask must be true .* from 0 to 1, got -100 to 7.*labels != -100"),
+        (lambda: _grpo(mask=LABELS), "mask must be true for the tokens that count"),
+        (lambda: _dpo(masks=[torch.ones(2, 3), 2 * torch.ones(2, 3)]), "rejected_mask must be true .* got 2 to 2"),
         (
             lambda: grpo_loss(torch.zeros(2, 3), torch.zeros(2, requires_grad=True), torch.ones(2, 3)),
             "advantages needs a gradient, and the loss takes it for a constant",

@@ -16,9 +16,10 @@ from streamgrad.cli.plan_tables import group_table, lengths_table, plan_table
 from streamgrad.config import KEEP_POLICIES, OFFLOAD_PLACES, parse_count
 from streamgrad.hf.estimates import options as choice
 from streamgrad.hf.estimates.choices import choices
-from streamgrad.hf.estimates.estimate import estimator_of, reports_of
+from streamgrad.hf.estimates.estimate import Estimator, estimator_of, reports_of
 from streamgrad.hf.estimates.group import GroupReport, estimate_group
-from streamgrad.hf.estimates.report import Report, gib
+from streamgrad.hf.estimates.remedies import as_flags, why_nothing_fits
+from streamgrad.hf.estimates.report import Report
 from streamgrad.memory.cards import GPUS
 from streamgrad.memory.engines import ENGINES
 from streamgrad.memory.seconds import Rates
@@ -120,14 +121,14 @@ def plan(
     lengths = _lengths(seq_len, longest=longest, drawn=out is not None)
     with Console(stderr=True).status("Planning; what is not a preset needs torch, which takes seconds to load ..."):
         estimator = estimator_of(model, options)
-        reports, saving = reports_of(model, estimator, lengths), choices(estimator)
+        reports, saving = reports_of(model, estimator, lengths, as_flags), choices(estimator)
     if out is not None:
         draw(reports[0], out)
     if as_json:
         rows = [report.to_dict() | {"choices": [asdict(each) for each in saving]} for report in reports]
         typer.echo(json.dumps(rows if len(rows) > 1 else rows[0], indent=2))
     else:
-        _print(reports, list(map(str, saving)), out)
+        _print(reports, estimator, list(map(str, saving)), out)
 
 
 def _rates(own: Rates, gemm: float | None, attention: tuple[float, float] | None) -> Rates:
@@ -180,13 +181,13 @@ def _lengths(text: str | None, *, longest: bool, drawn: bool) -> list[int | None
     return [int(word) for word in words]
 
 
-def _print(reports: list[Report], saving: list[str], picture: Path | None) -> None:
+def _print(reports: list[Report], estimator: Estimator, saving: list[str], picture: Path | None) -> None:
     """Print the table of one or of several lengths, the plans, what other choices would save, and the assumptions."""
     console = Console()
     console.print(plan_table(reports[0]) if len(reports) == 1 else lengths_table(reports))
     too_long = [report for report in reports if not report.streamed.fits]
     if too_long:
-        console.print(_what_would_fit(too_long[0]), style="bold", soft_wrap=True)
+        console.print(_what_would_fit(too_long[0], estimator), style="bold", soft_wrap=True)
     for report in reports:
         name = "Plan" if report.streamed.fits else "Smallest plan"
         tokens = f" of {report.seq_len:,} tokens" if len(reports) > 1 else ""
@@ -199,24 +200,8 @@ def _print(reports: list[Report], saving: list[str], picture: Path | None) -> No
         console.print(f"Picture: {picture}", soft_wrap=True)
 
 
-def _what_would_fit(report: Report) -> str:
-    longest, parts = report.streamed.longest_tokens, report.streamed.device_bytes
-    if longest:
-        return f"{report.seq_len:,} tokens do not fit. Up to {longest:,} tokens would, as --max shows."
-    state = parts.get("weights", 0.0) + parts.get("optimizer state", 0.0)
-    fixed = state + parts.get("gradients", 0.0)
-    ways = ["a smaller --lora-rank" if "lora" in report.method else "--method lora"]
-    if report.weights == "device":
-        if report.optimizer == "adamw":  # in backward, gradients are freed, and the state stays
-            ways += ["--optimizer in-backward or host" if state < report.gpu_memory else "--optimizer host"]
-        elif report.optimizer != "host":
-            ways += ["--optimizer host"]
-        with_it = "--optimizer host " if report.optimizer in ("adamw8bit", "in-backward") else ""
-        moves = report.quantization == "none" and report.engine in ("none", "fsdp2", "zero3")  # what is whole on a GPU stays
-        ways += [f"{with_it}--weights host"] if moves else []
-    ways += ["a smaller --batch"] if report.batch > 1 else []
-    ways += ["--engine zero3 with several --gpus" if report.gpus == 1 else "more --gpus", "a larger GPU"]
-    return (
-        f"No length fits: weights, optimizer state and gradients alone take {gib(fixed)} on each GPU. "
-        f"Try {', '.join(ways[:-1])} or {ways[-1]}."
-    )
+def _what_would_fit(report: Report, estimator: Estimator) -> str:
+    longest = report.streamed.longest_tokens
+    if not longest:
+        return f"{report.seq_len:,} tokens do not fit: {why_nothing_fits(estimator, as_flags)}"
+    return f"{report.seq_len:,} tokens do not fit. Up to {longest:,} tokens would, as --max shows."

@@ -10,6 +10,7 @@ Shapes: N tokens, V vocabulary, E model width.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -35,9 +36,9 @@ class LogitMap:
     @classmethod
     def build(cls, *, logit_scale: float = 1.0, softcap: float | None = None, temperature: float = 1.0) -> LogitMap:
         """Return the map `softcap(logit_scale * z) / temperature`."""
-        for name, value in (("softcap", softcap), ("temperature", temperature)):
-            if value is not None and not value > 0:
-                raise ValueError(f"{name}={value} must be positive: logits are divided by it. Pass None or 1.0 to leave it out.")
+        for name, value, neutral in (("softcap", softcap, None), ("temperature", temperature, 1.0)):
+            if value is not neutral and not (isinstance(value, Real | Tensor) and value > 0):
+                raise ValueError(f"{name}={value!r} must be positive: logits are divided by it. Pass {neutral} to leave it out.")
         if softcap is None:
             return cls(scale=logit_scale / temperature)
         return cls(scale=softcap / temperature, tanh=True, inner_scale=logit_scale / softcap)

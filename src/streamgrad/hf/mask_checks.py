@@ -27,11 +27,12 @@ _SEES_ALL_WITHOUT_MASK = {"eager", "flex_attention"}
 def check_mask(arguments: dict[str, Any], config: Any) -> None:
     """Raise for a mask whose shape or dtype the stock model cannot take, or does not read as streamed attention does."""
     tokens = tokens_of(arguments)
+    rows = "" if tokens is None else f" in a batch of {len(tokens)}"
     for mask in _tensors(arguments.get("attention_mask")):
         if mask.ndim not in (2, 4) or (mask.ndim == 2 and tokens is not None and len(mask) != len(tokens)):
             raise ValueError(
-                f"attention_mask has shape {tuple(mask.shape)}. Pass (batch, tokens), nonzero for real tokens, or (batch, 1, "
-                "tokens, tokens), which says what each token sees."
+                f"attention_mask has shape {tuple(mask.shape)}{rows}. Pass (batch, tokens), nonzero for real tokens, or "
+                "(batch, 1, tokens, tokens), which says what each token sees."
             )
         if mask.ndim == 4 and mask.dtype != torch.bool and not mask.is_floating_point():
             raise ValueError(

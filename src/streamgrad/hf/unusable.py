@@ -63,7 +63,7 @@ for _name in _OPERATORS.split():
 class NoLogits(Unusable):
     name = "logits"
     reason = (
-        "streamgrad makes no logits in model(..., labels=...) while gradients are computed: all of them never exist at a time. "
+        "streamgrad makes no logits in model(..., labels=...) while gradients are computed: they never all exist at once. "
         "Call the model under torch.no_grad() or without labels to get them, or streamgrad.token_logprobs for log-probabilities "
         "and entropies without them."
     )

@@ -98,7 +98,8 @@ class Plan:
         small, large = min(self.chunk_sizes), max(self.chunk_sizes)
         chunks = f"chunks of {small} tokens" if len(set(self.chunk_sizes)) < 3 else f"chunks of {small} to {large} tokens"
         if small != large:
-            chunks += f", of {large} in {self.chunk_sizes.count(large)} layers"
+            count = self.chunk_sizes.count(large)
+            chunks += f", of {large} in {count} layer{'s' * (count > 1)}"
         peak = f"; about {readable(self.peak_bytes)} on the device" if self.peak_bytes else ""  # 0 where nothing was measured
         return f"{kinds}; {chunks}{peak}" + (f" and {readable(self.host_bytes)} on the host" if self.host_bytes else "")
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from numbers import Real
 
+import torch
 from torch import Tensor
 
 
@@ -21,6 +22,18 @@ def check_number(name: str, value: Tensor | float, least: float, most: float = m
     if not (isinstance(value, Real) and (least < value if above else least <= value) and value <= most):
         limits = f"{'above' if above else 'at least'} {least:g}" + ("" if most == math.inf else f" and at most {most:g}")
         raise ValueError(f"{name} must be a number {limits}, got {value!r}.")
+
+
+def check_mask(name: str, mask: Tensor, like: Tensor, like_name: str) -> None:
+    """Raise for what does not say by true and false, or by 0 to 1, which tokens count: labels would be taken for weights."""
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{name} must be a tensor that is true for the tokens that count, got {mask!r}.")
+    check_shape(name, mask, like, like_name)
+    if mask.dtype != torch.bool and mask.numel() and not (mask.min() >= 0 and mask.max() <= 1):
+        raise ValueError(
+            f"{name} must be true for the tokens that count, or have values from 0 to 1, got {mask.min().item():g} to "
+            f"{mask.max().item():g}. If these are labels, pass labels != -100."
+        )
 
 
 def check_shape(name: str, tensor: Tensor | None, like: Tensor, like_name: str) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from streamgrad.objectives.arguments import check_choice, check_constant, check_number, check_shape
+from streamgrad.objectives.arguments import check_choice, check_constant, check_mask, check_number, check_shape
 
 
 @dataclass(frozen=True)
@@ -213,6 +213,7 @@ def _check_numbers(
     check_number("label_smoothing", smoothing, 0, 1)
     if _DIVIDE_BY_BETA & set(names):
         check_number(f"beta, by which {', '.join(sorted(_DIVIDE_BY_BETA & set(names)))} divides,", beta, 0, above=True)
+    check_number("beta", beta, 0)
     if "discopop" in names:
         check_number("discopop_tau", tau, 0, above=True)
     if ld_alpha is not None:
@@ -221,7 +222,8 @@ def _check_numbers(
 
 def _check_answers(chosen: Answers, rejected: Answers, names: list[str]) -> None:
     for side in (chosen, rejected):
-        tensors = {"{}_mask": side.mask_BT, "ref_{}_logprobs": side.ref_BT, "{}_log_sum_sq_probs": side.log_sum_sq_BT}
+        check_mask(f"{side.name}_mask", side.mask_BT, side.logprobs_BT, f"{side.name}_logprobs")
+        tensors = {"ref_{}_logprobs": side.ref_BT, "{}_log_sum_sq_probs": side.log_sum_sq_BT}
         for name, tensor in tensors.items():
             check_shape(name.format(side.name), tensor, side.logprobs_BT, f"{side.name}_logprobs")
     _check_both("ref_{}_logprobs", chosen.ref_BT, rejected.ref_BT)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from streamgrad.objectives.arguments import check_choice, check_constant, check_number, check_shape
+from streamgrad.objectives.arguments import check_choice, check_constant, check_mask, check_number, check_shape
 
 LEVELS = ("token", "sequence")
 _BY_ENTROPY = "entropy_coef or top_entropy_quantile"
@@ -104,11 +104,15 @@ def grpo_loss(
         top_entropy_quantile: only this share of the tokens, those of the highest entropy, has a policy loss and an entropy bonus.
         off_policy_mask_threshold: completions with A < 0 whose mean log p^old - log p exceeds this have no policy loss.
     """
-    tensors = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs, "entropy": entropy, "mask": mask}
+    check_mask("mask", mask, logprobs, "logprobs")
+    tensors = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs, "entropy": entropy}
     _check(loss_type, importance_sampling_level, logprobs, tensors | {"sampling_logprobs": sampling_logprobs})
     old_BT = logprobs.detach() if old_logprobs is None else old_logprobs
     w = _ratio(logprobs - old_BT, mask, importance_sampling_level)
     check_number("top_entropy_quantile", top_entropy_quantile, 0, 1)
+    for name, limit in (("epsilon", epsilon), ("epsilon_high", epsilon_high), ("delta", delta), ("beta", beta)):
+        if limit is not None:
+            check_number(name, limit, 0)
     if loss_type == "sapo":
         check_number("sapo_temperature_pos", sapo_temperature_pos, 0, above=True)
         check_number("sapo_temperature_neg", sapo_temperature_neg, 0, above=True)
@@ -150,6 +154,8 @@ def _needed(name: str, tensor: Tensor | None, by: str) -> Tensor:
 
 def _advantages_B1(advantages: Tensor, logprobs: Tensor) -> Tensor:
     """Return the advantages as (B, 1), or as (B, T) where each token has its own."""
+    if not isinstance(advantages, Tensor):
+        raise TypeError(f"advantages must be a tensor, got {advantages!r}. Pass torch.tensor(advantages).")
     check_constant("advantages", advantages)
     advantages_B1 = advantages.unsqueeze(1) if advantages.ndim == 1 else advantages
     if advantages_B1.shape not in ((logprobs.shape[0], 1), logprobs.shape):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from streamgrad.objectives.arguments import check_choice, check_number, check_shape
+from streamgrad.objectives.arguments import check_choice, check_mask, check_number
 
 LOSSES = ("nll", "dft")
 
@@ -26,7 +26,7 @@ def sft_loss(logprobs: Tensor, mask: Tensor, *, loss_type: str = "nll", num_item
     Without any token, loss and gradient are 0.
     """
     check_choice("loss_type", loss_type, LOSSES)
-    check_shape("mask", mask, logprobs, "logprobs")
+    check_mask("mask", mask, logprobs, "logprobs")
     if num_items is not None:
         check_number("num_items", num_items, 0)
     per_token_BT = -logprobs

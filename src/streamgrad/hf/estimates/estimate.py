@@ -7,18 +7,18 @@ from `memory.phases`, and the time from `memory.seconds` and `memory.traffic`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from streamgrad.engine.policy import LayerPolicy
 from streamgrad.hf.estimates.assumptions import assumptions
 from streamgrad.hf.estimates.options import Options, check_count, full_dtype, memory_bytes
+from streamgrad.hf.estimates.remedies import Changes, in_python, why_nothing_fits
 from streamgrad.hf.estimates.report import Outlook, Report
 from streamgrad.hf.estimates.shapes import shape_of
 from streamgrad.memory.costs import ModelShape, sum_of
 from streamgrad.memory.phases import Workload, checkpointing_phases, host_parts, largest
-from streamgrad.memory.planner import HOST_SHARE
 from streamgrad.memory.seconds import Rates, Seconds, checkpointing_seconds, streamed_seconds
 from streamgrad.memory.this_machine import machine
 from streamgrad.memory.traffic import (
@@ -189,32 +189,16 @@ def estimate_lengths(model: Any, lengths: Sequence[int | None], options: Options
     return reports_of(name, estimator_of(model, options), lengths)
 
 
-def reports_of(name: str, estimator: Estimator, lengths: Sequence[int | None]) -> list[Report]:
-    """Return a report for each length, or for the longest that fits where it is None."""
+def reports_of(
+    name: str, estimator: Estimator, lengths: Sequence[int | None], spelled: Callable[[Changes], str] = in_python
+) -> list[Report]:
+    """Return a report for each length, or for the longest that fits where it is None. Errors name options as `spelled`."""
     for length in lengths:
         check_count("seq_len", length)
     longest, checkpointed = estimator.longest(), estimator.longest_checkpointed()
     if None in lengths and not longest:
-        raise ValueError(_why_nothing_fits(estimator))
+        raise ValueError(why_nothing_fits(estimator, spelled))
     return [_report(name, estimator, length or longest, longest, checkpointed) for length in lengths]
-
-
-def _why_nothing_fits(estimator: Estimator) -> str:
-    options, state = estimator.options, estimator.state
-    room = f"{options.machine.gpu_bytes / 2**30:.1f} GiB"
-    if options.host_left(state) < 0:
-        room = f"{options.machine.host_bytes / 2**30:.0f} GiB of host memory"
-        held = f"what waits there alone takes {state.host_bytes * options.ranks.on_a_host / 2**30:.1f} GiB"
-        free = f"of which {100 * HOST_SHARE:.0f}% are free"
-        return f"nothing fits {room}, {free}: {held}. Pass a larger host_memory, or keep less there."
-    alone = sum(state.device.values()) / 2**30
-    smaller = "a smaller batch, " if options.batch > 1 else ""
-    places = " or ".join(repr(name) for name in ("host", "in-backward") if name != options.optimizer)
-    return (
-        f"nothing fits {room}, not even batch={options.batch} of 128 tokens: weights, optimizer state and the "
-        f"engine's buffers alone take {alone:.1f} GiB on each GPU. Pass {smaller}method='lora', optimizer={places}, "
-        "weights='host', an engine that shards with more GPUs, or a larger GPU."
-    )
 
 
 def _checked_ring(model: Any, shape: ModelShape, options: Options) -> int:

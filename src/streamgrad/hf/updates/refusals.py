@@ -19,6 +19,11 @@ _SHARED = "is whole only after processes have exchanged it, and parameters would
 
 def check_class(kind: Any) -> None:
     """Raise for what is no class of optimizers, or one that has no groups of parameters of its own."""
+    if isinstance(kind, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer_class must be a class, got an object of {type(kind).__name__}. Pass the class, and its options by name: "
+            f"optimizer_in_backward(model, {type(kind).__name__}, lr=1e-5)."
+        )
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise TypeError(f"optimizer_class must be a class of torch.optim.Optimizer, got {kind!r}.")
     if hasattr(kind, "param_groups"):  # else each optimizer has them
