@@ -13,7 +13,7 @@ ATTENTION_BACKENDS = ("auto", "cudnn", "flash", "fa4", "sdpa", "eager")
 FUSED_KERNEL_MODES = ("auto", "on", "off")
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_FEWEST_BYTES = 1 << 16
+_FEWEST_BYTES = 1 << 10
 _UNITS |= {"M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -66,6 +66,7 @@ class StreamConfig:
         offload (`str`, defaults to `"auto"`):
             Where what is kept waits for backward. `"none"`: on the device. `"host"`: in pinned host memory, copied
             during the computation (CUDA; on a CPU there is nothing to move). `"auto"`: on the host what the device cannot hold.
+            Ordinary graphs (`keep="all"`) stay on the device.
         recompute_layers (`int` or `"auto"`, defaults to `"auto"`):
             With n, only every n-th layer keeps its input from forward to backward. Backward first runs the n - 1 layers after
             it forward once more, which makes their inputs again. This is for steps that neither device nor host can hold
@@ -129,16 +130,6 @@ class StreamConfig:
             raise ValueError(
                 f"recompute_layers={self.recompute_layers} with keep='all': a layer that keeps its whole graph is not run again. "
                 "Pass keep='input' or 'attention', or leave recompute_layers out."
-            )
-        if self.keep == "all" and self.offload == "host":
-            raise ValueError(
-                "offload='host' with keep='all': whole graphs stay on the device. Pass keep='attention', keep='input' or "
-                "keep='auto', or leave offload out."
-            )
-        if self.keep in ("input", "attention") and self.compile_layers:
-            raise ValueError(
-                f"compile_layers=True with keep={self.keep!r}: only layers that keep their whole graph are compiled. Pass "
-                "keep='auto' or keep='all', or leave compile_layers out."
             )
         if self.memory_budget is not None:
             try:

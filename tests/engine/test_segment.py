@@ -299,7 +299,6 @@ def test_inputs_that_are_kept(layers):
     ("options", "message"),
     [
         ({"recompute_layers": 0}, "leaves no layers in a segment"),
-        ({"keep": "input", "compile_layers": True}, "compile_layers=True with keep='input'"),
         ({"memory_budget": 80}, "memory_budget: 80 counts bytes"),
         ({"recompute_layers": 2, "keep": "all"}, "not run again"),
     ],

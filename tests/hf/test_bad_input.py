@@ -146,7 +146,9 @@ def test_a_4d_mask_of_another_length(model):
 def test_a_2d_mask_of_another_length(model):
     streamgrad.enable(model)
     ids = tokens(2, 23)
-    with pytest.raises(ValueError, match="23 tokens, and its attention mask or key/value cache is of 30"):
+    with pytest.raises(
+        ValueError, match="23 queries see 30 keys: the attention mask or a key/value cache is not of the 23 tokens"
+    ):
         model(input_ids=ids, labels=ids, attention_mask=torch.ones(2, 30, dtype=torch.long))
 
 

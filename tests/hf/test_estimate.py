@@ -143,7 +143,6 @@ def test_a_configuration_a_directory_and_a_model_are_taken(tmp_path):
             "What fits: optimizer='host' with weights='host', or a larger GPU",
         ),
         ({"keep": "all", "recompute_layers": 4}, "recompute_layers=4 with keep='all'"),
-        ({"keep": "all", "offload": "host"}, "offload='host' with keep='all'"),
         ({"gpu_memory": 80}, "gpu_memory: 80 counts bytes.*Pass a unit, such as '80GiB'"),
     ],
 )

@@ -234,8 +234,8 @@ def stream_mask(
         return attention_mask
     if q_length != kv_length or q_offset or kv_offset:
         raise ValueError(
-            f"the call has {q_length} tokens, and its attention mask or key/value cache is of {kv_length}: gradients are "
-            "streamed through the tokens of one call alone. Pass a mask of as many tokens, and no cache."
+            f"{q_length} queries see {kv_length} keys: the attention mask or a key/value cache is not of the {q_length} tokens "
+            "of this call, and gradients through others cannot be streamed. Pass a mask of as many tokens, and no cache."
         )
     leaves = list(_conjuncts(mask_function))
     # The functions of `masking_utils` itself take tensors of indices; others may need vmap.
