@@ -39,14 +39,8 @@ def choices(estimator: Estimator) -> list[Choice]:
                 other = Estimator(estimator.shape, replace(options, **changed))
             except ValueError:
                 continue  # it does not go together with the engine
-            saved = _held(estimator) - _held(other)
+            saved = sum(estimator.held.values()) - sum(other.held.values())
             if value != current and saved > 0:
                 more = other.state.host_bytes - estimator.state.host_bytes
                 found.append(Choice(option, value, saved, more, options.host_left(other.state) >= 0))
     return found
-
-
-def _held(estimator: Estimator) -> float:
-    """Return what one GPU holds of weights, optimizer state and gradients when backward ends."""
-    shape, state = estimator.shape, estimator.state
-    return sum(state.device.values()) + state.gradient_share * shape.itemsize * shape.trainable

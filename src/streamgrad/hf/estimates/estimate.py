@@ -17,7 +17,7 @@ from streamgrad.hf.estimates.options import Options, check_count, full_dtype, me
 from streamgrad.hf.estimates.remedies import Changes, in_python, why_nothing_fits
 from streamgrad.hf.estimates.report import Outlook, Report
 from streamgrad.hf.estimates.shapes import shape_of
-from streamgrad.memory.costs import ModelShape, sum_of
+from streamgrad.memory.costs import ModelShape, Parts, sum_of
 from streamgrad.memory.phases import Workload, checkpointing_phases, host_parts, largest
 from streamgrad.memory.seconds import Rates, Seconds, checkpointing_seconds, streamed_seconds
 from streamgrad.memory.this_machine import machine
@@ -111,6 +111,12 @@ class Estimator:
     @property
     def state(self) -> TrainingState:
         return training_state(self.shape, self.options.setup)
+
+    @property
+    def held(self) -> Parts:
+        """Return what one GPU holds of weights, optimizer state and gradients when backward ends."""
+        gradients = self.state.gradient_share * self.shape.itemsize * self.shape.trainable
+        return sum_of(self.state.device, {"gradients": gradients})
 
     def load(self, tokens: int) -> Workload:
         """Return the step of sequences of so many tokens, of which a rank has 1/sp."""

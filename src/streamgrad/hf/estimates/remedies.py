@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from streamgrad.memory.costs import sum_of
 from streamgrad.memory.planner import HOST_SHARE
 
 if TYPE_CHECKING:
@@ -37,8 +36,7 @@ def why_nothing_fits(estimator: Estimator, spelled: Callable[[Changes], str]) ->
         larger = "a larger host"
     else:
         room = f"{options.machine.gpu_bytes / 2**30:.1f} GiB, not even batch={options.batch} of 128 tokens"
-        gradients = state.gradient_share * estimator.shape.itemsize * estimator.shape.trainable
-        there = {name: count for name, count in sum_of(state.device, {"gradients": gradients}).items() if count}
+        there = {name: count for name, count in estimator.held.items() if count}
         held, larger = f"{', '.join(there)}: these alone take {sum(there.values()) / 2**30:.1f} GiB on each GPU", "a larger GPU"
     fitting = [change for change in _changes(estimator) if _fits(estimator, change)]
     lora = f" Adapters need less: {spelled([{'method': 'lora'}])}." if options.method == "full" else ""
