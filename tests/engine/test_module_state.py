@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 import batches
 import streamgrad
 from gradients import assert_same_step, no_float32, run_step
+from streamgrad.engine.checks.module_state import left_as_they_were
 from tiny import tiny_model
 
 CHUNK = 7
@@ -95,6 +96,16 @@ def test_a_layer_that_notes_something_in_every_call_is_streamed():
     with no_float32():
         expected = run_step(stock, batch)
         assert_same_step(run_step(streamgrad.enable(stock, chunk_size=CHUNK), batch), expected, 1e-10)
+
+
+def test_a_parameter_that_an_engine_gathers_is_not_set():
+    """ZeRO-3 keeps parameters of no elements, and gives them their values while a layer runs."""
+    module, weight = nn.Linear(3, 2, bias=False), torch.randn(2, 3)
+    module.weight.data = torch.empty(0)
+    with left_as_they_were([module]) as before:
+        module.weight.data = weight
+        assert before.changed_unseen() is None
+    assert module.weight.data_ptr() == weight.data_ptr()
 
 
 class RunningLargest(LlamaMLP):

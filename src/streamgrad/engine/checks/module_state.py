@@ -141,6 +141,9 @@ def _is_small(tensor: Tensor) -> bool:
 
 
 def _same(tensor: Tensor, values: Tensor) -> bool:
+    """Return whether a tensor has these values. One of another shape or place was gathered or moved by an engine, and not set."""
+    if tensor.shape != values.shape or tensor.device != values.device:
+        return True
     # As bytes: of any dtype, NaN too.
     ours, theirs = (each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (tensor, values))
     return torch.equal(ours, theirs)
