@@ -1,7 +1,8 @@
 """A model's shape, from one of two places.
 
     preset_shapes.json    presets in bfloat16, in full training and with adapters of rank 32; it needs no torch
-    hf.estimates.dry_run            everything else; it needs torch and transformers, and takes seconds
+    dry_run               everything else; it needs torch and transformers, and takes seconds
+
 docs/generate_preset_shapes.py writes the table by dry runs, and tests/hf/test_preset_shapes.py makes them again.
 """
 
