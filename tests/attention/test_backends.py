@@ -33,9 +33,9 @@ def test_autocast_does_not_reach_the_kernels(name):
     """Operands are in 16 bits already. Eager attention sums in fp32, and must not be cast back in forward alone."""
     query, key, value = (torch.randn(1, 2, 6, 8, dtype=torch.bfloat16) for _ in range(3))
     block = Block(scale=0.3, causal=True)
-    plain = run_or_replace(backends_named(name), query, key, value, block)
+    plain = run_or_replace(backends_named(name), query, key, value, block, {}, 0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        cast = run_or_replace(backends_named(name), query, key, value, block)
+        cast = run_or_replace(backends_named(name), query, key, value, block, {}, 0)
     assert cast.lse_BHL.dtype == torch.float32
     assert torch.equal(cast.lse_BHL, plain.lse_BHL) and torch.equal(cast.out_BHLD, plain.out_BHLD)
 
@@ -296,7 +296,7 @@ class Named:
 
 
 def test_flash_goes_first_where_a_newer_one_is_active(monkeypatch):
-    monkeypatch.setattr(PlanPrices, "is_worth_a_plan", lambda *_: True)
+    monkeypatch.setattr(PlanPrices, "is_worth_a_plan", lambda *_, backward: True)
     candidates = [Named("cudnn"), Named("flash"), Named("sdpa")]
     query = torch.zeros(1, 1, 1, 8)
     assert choose(candidates, query, query, query, Block(scale=1.0)).name == "cudnn"

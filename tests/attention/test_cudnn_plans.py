@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from streamgrad.attention import backends
 from streamgrad.attention.backends import Block, backends_named, choose, cudnn
-from streamgrad.attention.backends.cudnn_plans import FLASH_LOSS, PLAN_SECONDS, PlanPrices
+from streamgrad.attention.backends.cudnn_plans import (
+    CALLS_OF_A_STEP,
+    COMPILED_PLAN_SECONDS,
+    FLASH_LOSS,
+    FLASH_RATE,
+    LOST_PER_QUEUED,
+    PLAN_SECONDS,
+    QUEUED_PLAN_SECONDS,
+    PlanPrices,
+    is_planned_by_call,
+)
 from streamgrad.engine.kv_chunk import KeyValueStream
 from streamgrad.memory.costs import KEYS_AT_ONCE
 
@@ -16,26 +28,62 @@ def operands(rows: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty(1, 32, rows, 128, device="meta"), torch.empty(1, 8, keys, 128, device="meta")
 
 
-def calls_until_a_plan(rows: int, keys: int, *, causal: bool = False) -> int:
+def lost_a_call(rows: int, keys: int, *, backward: bool = False) -> float:
+    """Return the seconds that 32 heads of 128 lose on flash, if every query sees every key."""
+    return FLASH_LOSS * (10 if backward else 4) * 32 * 128 * rows * keys
+
+
+def calls_until_a_plan(rows: int, keys: int, *, causal: bool = False, backward: bool = False) -> int:
     prices, calls = PlanPrices(), 0
-    while not prices.is_worth_a_plan(*operands(rows, keys), causal):
+    while not prices.is_worth_a_plan(*operands(rows, keys), causal, backward=backward):
         calls += 1
     return calls
 
 
 def test_a_shape_that_has_lost_the_price_of_a_plan_gets_one():
-    """Forward and backward are 14 FLOPs a pair, head and head size; flash is left after as much loss as a plan costs."""
-    for rows, keys in ((4096, 4096), (512, 4096)):
-        loss_a_call = FLASH_LOSS * 7 * 32 * 128 * rows * keys
-        assert calls_until_a_plan(rows, keys) == -(-PLAN_SECONDS // loss_a_call)
-    assert calls_until_a_plan(6000, 6000, causal=True) == pytest.approx(2 * calls_until_a_plan(6000, 6000), rel=0.01)
+    """Forward has 4 FLOPs a pair, head and head size, and backward 10; flash is left after as much loss as a plan costs."""
+    for rows, keys in ((2048, 4096), (512, 4096)):
+        loss, in_backward = (lost_a_call(rows, keys, backward=backward) * (1 - rows / keys / 2) for backward in (False, True))
+        assert calls_until_a_plan(rows, keys, causal=True) == math.ceil(PLAN_SECONDS / loss) > CALLS_OF_A_STEP
+        calls = math.ceil(QUEUED_PLAN_SECONDS / in_backward)
+        assert calls_until_a_plan(rows, keys, causal=True, backward=True) == calls > CALLS_OF_A_STEP
 
 
-def test_a_shape_that_would_lose_it_within_one_step_gets_it_at_once():
-    """A step calls a shape 48 times: in 24 layers, forward and backward. 10,000 queries over as many keys lose 4 ms each time."""
-    loss_a_call = FLASH_LOSS * 7 * 32 * 128 * 10_000**2
-    assert 48 * loss_a_call > PLAN_SECONDS and calls_until_a_plan(10_000, 10_000) == 0
-    assert calls_until_a_plan(8192, 32_768) == 0 < calls_until_a_plan(9_000, 9_000, causal=True)
+def test_a_shape_that_would_lose_it_within_one_step_gets_it_in_that_step():
+    """In backward at once. In forward when calls on flash have given the device work for as long as a plan takes."""
+    for tokens in (10_000, 16_000, 30_000, 45_000):
+        calls, loss = calls_until_a_plan(tokens, tokens, causal=True), lost_a_call(tokens, tokens) / 2
+        assert (
+            CALLS_OF_A_STEP * loss > QUEUED_PLAN_SECONDS and calls_until_a_plan(tokens, tokens, causal=True, backward=True) == 0
+        )
+        assert calls == max(0, math.ceil((PLAN_SECONDS - loss) * LOST_PER_QUEUED / loss)), tokens
+        assert calls * loss < 0.3 * PLAN_SECONDS + loss  # what is lost in place of the whole price
+        work = 2 * calls * lost_a_call(tokens, tokens) / 2 / FLASH_LOSS / FLASH_RATE  # that half of a layer be attention
+        assert work >= PLAN_SECONDS - loss
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("rows", "keys", "causal"), [(16_000, 20_000, False), (50_000, 50_000, True)])
+def test_before_the_first_plan_of_a_kind_the_device_gets_more_work(rows, keys, causal, backward):
+    """cuDNN may compile a kernel for it: for keys before a chunk, and for more scores than 31 bits count."""
+    prices, loss = PlanPrices(), lost_a_call(rows, keys, backward=backward) / (2 if causal else 1)
+
+    def calls(tokens: int) -> int:
+        count = 0
+        while not prices.is_worth_a_plan(*operands(rows, tokens), causal, backward=backward):
+            count += 1
+        return count
+
+    assert calls(keys) == max(0, math.ceil((COMPILED_PLAN_SECONDS - loss) * LOST_PER_QUEUED / loss)) > 0
+    assert calls(keys) == 0
+    assert calls(keys + 1) == (0 if backward else max(0, math.ceil((PLAN_SECONDS - loss) * LOST_PER_QUEUED / loss)))
+
+
+def test_forward_and_backward_are_counted_apart():
+    prices = PlanPrices()
+    assert prices.is_worth_a_plan(*operands(7000, 7000), True, backward=True)
+    assert not prices.is_worth_a_plan(*operands(7000, 7000), True)
+    assert is_planned_by_call(10 * 32 * 128 * 7000**2 / 2) and not is_planned_by_call(10 * 32 * 128 * 3000**2 / 2)
 
 
 def test_shapes_are_counted_apart():

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+
 import pytest
 import torch
 
-from gradients import assert_same_step
+import streamgrad
+from gradients import assert_same_step, run_step
 from streamgrad.engine.checks.value_choices import ValueChoices
 from streamgrad.hf.discover import decoder_layers
 from stretches import CHUNK, calls_in_step
 from tiny import tiny_model
+from two_kernels import two_kernels
 
 
 @pytest.mark.parametrize(
@@ -96,3 +101,24 @@ def test_code_that_cannot_be_looked_at_runs_chunk_by_chunk():
     calls, step = calls_in_step(model, 6 * CHUNK, 3)
     assert max(calls) == CHUNK
     assert_same_step(step, calls_in_step(model, 6 * CHUNK, 1)[1], tolerance=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"keep": "input"}, {"keep": "input", "recompute_layers": 2}])
+@pytest.mark.parametrize("first_plans", [0, 3, 7])
+def test_chunks_run_again_on_the_kernels_that_ran_them(options, first_plans, monkeypatch):
+    """A plan that is worth it from some call on would give the re-run another rounding, and a router's token another expert."""
+    calls = itertools.count()
+    log = two_kernels(monkeypatch, lambda backward: not backward and next(calls) >= first_plans)
+    model = tiny_model("qwen3_moe", num_hidden_layers=4)
+    batch = {"input_ids": torch.arange(12)[None], "labels": torch.arange(12)[None]}
+    expected = run_step(model, batch)
+    streamgrad.enable(model, chunk_size=5, **options)
+    assert_same_step(run_step(model, batch), expected, 1e-6)  # in which layers are tried
+    log.clear()
+    calls = itertools.count()
+    assert_same_step(run_step(model, batch), expected, 1e-6)
+    names = [(name, shape) for name, backward, shape in log if not backward]
+    forward, again = names[:12], names[12:]
+    assert [name for name, _ in forward] == ["flash"] * first_plans + ["cudnn"] * (12 - first_plans)
+    assert Counter(again) == Counter(forward) if "recompute_layers" not in options else set(again) <= set(forward)
+    assert again[-3:] == forward[:3][::-1]

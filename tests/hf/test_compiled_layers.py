@@ -16,7 +16,7 @@ from streamgrad.attention.backends.cudnn_plans import PlanPrices
 from streamgrad.hf import decoder
 from streamgrad.hf.seams import attention_replaced_in
 from streamgrad.hf.whole import attention as whole_attention
-from streamgrad.hf.whole import compiled_layers, plain_pass
+from streamgrad.hf.whole import compiled_layers
 from tiny import BY_SDPA, tiny_model
 
 # torch.compile reads .grad of tensors that are no leaves.
@@ -63,10 +63,12 @@ def test_one_graph_serves_all_layers_and_lengths(whose, graphs, monkeypatch):
 def test_compiled_layers_have_a_graph_for_either_kernel(graphs, monkeypatch):
     """Flash at first, whatever the length, and cuDNN from the third long step in a row of one length on."""
 
-    def on_a_gpu(step, *parts):
-        return whole_attention.fastest_attention(replace(step, device=torch.device("cuda", 0)), *parts)
+    fastest_attention = whole_attention.fastest_attention
 
-    monkeypatch.setattr(plain_pass, "fastest_attention", on_a_gpu)
+    def on_a_gpu(step, *parts):
+        return fastest_attention(replace(step, device=torch.device("cuda", 0)), *parts)
+
+    monkeypatch.setattr(whole_attention, "fastest_attention", on_a_gpu)
     monkeypatch.setattr(whole_attention, "PRICES", PlanPrices())
     a_pair = whole_attention.FLASH_LOSS * 14 * 4 * 8 / 2  # seconds that a pair of a query and a key loses, in 4 heads of 8
     monkeypatch.setattr(whole_attention, "GRAPH_SECONDS", a_pair * 30**2)
@@ -88,10 +90,10 @@ def test_compiled_layers_have_a_graph_for_either_kernel(graphs, monkeypatch):
 @pytest.mark.parametrize("kind", ["plain", "right_padded"])  # the latter has a mask
 @pytest.mark.parametrize("name", ["streamgrad-cudnn", "streamgrad-fa"])
 def test_attention_of_compiled_layers(name, kind, graphs, monkeypatch):
-    def by_name(step, decoder, layers):
+    def by_name(step, decoder, layers, kernels):
         return attention_replaced_in([decoder.config], name)
 
-    monkeypatch.setattr(plain_pass, "fastest_attention", by_name)
+    monkeypatch.setattr(whole_attention, "fastest_attention", by_name)
     model = tiny_model("qwen3")
     batch = batches.KINDS[kind](model)
     expected = run_step(model, batch)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend
 
 import batches
 import streamgrad
@@ -12,9 +11,7 @@ from batches import labelled
 from gradients import assert_same_step, more, no_float32, run_step
 from lora import with_lora
 from streamgrad.hf import decoder
-from streamgrad.hf.whole import attention as whole_attention
 from streamgrad.hf.whole import plain_pass
-from streamgrad.hf.whole_step import WholeStep
 from tiny import BY_SDPA, tiny_model
 
 
@@ -193,33 +190,3 @@ def test_plain_and_chunked_steps_add_up():
             assert_same_step(run_step(model, short, forward=both), expected, 1e-10)
     kept = {policy.keep for policy in streamgrad.status(model).plan.policies}
     assert len(layers) == 2 and kept != {"all"}, kept
-
-
-# --- Kernels of attention --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("is_worth", "masked"), [(True, False), (False, False), (True, True)])
-def test_cudnn_comes_first_where_it_is_worth_its_plan(is_worth, masked, monkeypatch):
-    """Whatever takes part in the choice is told here, as there is no GPU; kernels are chosen by torch."""
-    asked = []
-    monkeypatch.setattr(
-        whole_attention.PRICES, "is_worth_in_step", lambda shape, flops: not asked.append((shape, flops)) and is_worth
-    )
-    model = tiny_model("qwen3")
-    step = WholeStep("manner", 2, 100, torch.device("cuda", 0), masked, compiled=False)
-    context = whole_attention.fastest_attention(step, model.model, model.model.layers)
-    with context:
-        first = torch._C._get_sdp_priority_order()[0]
-    assert first == int(SDPBackend.CUDNN_ATTENTION if is_worth else SDPBackend.FLASH_ATTENTION)
-    ((_, flops),) = asked
-    assert flops == 2 * 14 * 2 * 4 * 8 * 100**2 / 2  # layers, FLOPs a pair, rows, heads, their size, pairs
-
-
-def test_flash_comes_first_where_it_is_flash_attention_4(monkeypatch):
-    """Which is faster than cuDNN: nothing is counted for a plan."""
-    monkeypatch.setattr(whole_attention, "flash_implementation", lambda: "FA4")
-    monkeypatch.setattr(whole_attention.PRICES, "is_worth_in_step", None)
-    model = tiny_model("qwen3")
-    step = WholeStep("manner", 2, 100, torch.device("cuda", 0), masked=False, compiled=False)
-    with whole_attention.fastest_attention(step, model.model, model.model.layers):
-        assert torch._C._get_sdp_priority_order()[0] == int(SDPBackend.FLASH_ATTENTION)

@@ -111,9 +111,9 @@ def test_kernel_calls_do_not_grow_with_the_group(joined, monkeypatch):
     calls = Counter()
     for name, plain in (("run_or_replace", streamed.run_or_replace), ("choose", streamed.choose)):
 
-        def counted(*args, plain=plain, name=name):
+        def counted(*args, plain=plain, name=name, **options):
             calls[name] += 1
-            return plain(*args)
+            return plain(*args, **options)
 
         monkeypatch.setattr(streamed, name, counted)
     for completions in (2, 8):

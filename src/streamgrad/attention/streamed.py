@@ -247,7 +247,7 @@ def _differentiated(
     own_lse = piece.of_queries(done.lse_BHL)
     own_lse = own_lse if own_lse is done.lse_BHL else own_lse.contiguous()
     own = Attended(piece.of_queries(done.out_BHLD), own_lse, done.dropped_BHLS)
-    backend = choose(backends, query, key, value, piece.block)
+    backend = choose(backends, query, key, value, piece.block, backward=True)
     term_BHLD, gradients = backend.backward(dout, query, key, value, own, piece.block)
     dquery_BHLD = _with_term(dquery_BHLD, piece, term_BHLD, query_BHLD.shape)
     for first, last, dkey, dvalue in gradients:
@@ -258,9 +258,9 @@ def _differentiated(
 def _attended(chunk: Chunk, pieces: list[Piece], query_BHLD: Tensor) -> Attended:
     """Run the pieces and merge them by their log-sum-exps."""
     whole: Attended | None = None
-    for piece in pieces:
-        query = with_dense_rows(piece.of_queries(query_BHLD))
-        done = run_or_replace(chunk.backends, query, *chunk.stream.read(*piece.keys), piece.block)
+    for place, piece in enumerate(pieces):
+        query, keys = with_dense_rows(piece.of_queries(query_BHLD)), chunk.stream.read(*piece.keys)
+        done = run_or_replace(chunk.backends, query, *keys, piece.block, chunk.ran_by, (chunk.span, place))
         chunk.holds_scores |= done.held_scores
         if query.shape == query_BHLD.shape and whole is None:
             whole = done

@@ -45,6 +45,7 @@ class StreamedCall:
     uncut: Sequence[tuple[int, int]] = ()  # inside of which tokens see later ones
     token_inputs: Sequence[Tensor] = ()  # beside hidden states, (B, T, ...) each; `run` cuts them, or takes `chunk.token_inputs`
     chunks_at_once: int = 1  # that may run forward together
+    ran_by: dict[Hashable, Any] = field(default_factory=dict)  # which kernels have run the attention of chunks
     stretch_sizes: Sequence[int] = ()  # how many chunks did so, one after the other, once the layer has run forward
     may_join: Callable[[int, int], bool] = lambda start, stop: True  # whether such tokens can attend without a mask of all scores
     sharing: SequenceSharing = ALONE
@@ -129,7 +130,7 @@ class StreamedCall:
         return SavedOnDevice(h_BTE, self.spans(h_BTE.shape[1]))
 
     def chunk(self, span: tuple[int, int], stream: KeyValueStream, **options: Any) -> Chunk:
-        return Chunk(*span, stream=stream, mask=self.mask, backends=self.backends, sharing=self.sharing, **options)
+        return Chunk(*span, stream, self.mask, self.backends, sharing=self.sharing, ran_by=self.ran_by, **options)
 
     def new_stream(self, length: int, tensors: tuple[Tensor, ...] | None = None) -> KeyValueStream:
         """Return a stream for the whole sequence, of which this process has `length` tokens."""

@@ -10,7 +10,7 @@ Shapes: B batch, H query heads, G key/value heads, T sequence, L chunk, D head s
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Hashable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -195,6 +195,7 @@ class Chunk:
     token_inputs: list[Tensor] | None = field(default=None, repr=False)
     shared_keys: MutableMapping[str, Any] | None = field(default=None, repr=False)
     ends: Sequence[int] = (-1,)
+    ran_by: dict[Hashable, Any] = field(default_factory=dict, repr=False)  # the kernels of attention, for when it runs again
     holds_scores: bool = False  # whether its attention has held a score for every query and key
     attended_with: list[list[Tensor]] = field(default_factory=list, repr=False)
     attended: Tensor | None = field(default=None, repr=False)  # comes with attention's output and has no elements

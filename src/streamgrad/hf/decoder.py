@@ -71,8 +71,9 @@ from streamgrad.hf.step_facts import PlannedCall, kind_of_layer
 from streamgrad.hf.step_plan import Planner, Sample
 from streamgrad.hf.unusable import NoCache
 from streamgrad.hf.weights_ahead import WeightsAhead
+from streamgrad.hf.whole.attention import attention_of
 from streamgrad.hf.whole.compiled_layers import LayerCompiler
-from streamgrad.hf.whole.plain_pass import attention_of, plain_layers, whole_step
+from streamgrad.hf.whole.plain_pass import plain_layers, whole_step
 from streamgrad.memory.planner import HeadFacts, Plan
 from streamgrad.ops.autograd import in_transform
 
@@ -198,9 +199,9 @@ def _streamed(decoder: Any, stock: Callable[..., Any], stream: DecoderStream, se
     step = whole_step(decoder, layers, stream.config, sequences, stream.head) if alone else None
     with naming_shortage(told):
         if step is not None and planner.keeps_everything(step, decoder, len(layers)):
-            around = partial(plain_layers, decoder, stock, layers, step, stream.config, stream.compiler)
-            with attention_of(decoder, layers, sequences, stream.backends):
-                return stream.compiler.run(around, stock, arguments)
+            attention = partial(attention_of, step, decoder, layers, sequences, stream.backends)
+            around = partial(plain_layers, decoder, stock, layers, step, stream.config, stream.compiler, attention)
+            return stream.compiler.run(around, stock, arguments)
         with _streamed_layers(decoder, layers, stream, sequences), sequences.masks():
             output = sequences.output(stock(**arguments))
     if step is not None:

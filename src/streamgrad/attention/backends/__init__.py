@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,15 @@ def preferred(backends: Sequence[Backend]) -> list[Backend]:
     return sorted(backends, key=lambda backend: flash_implementation() is not None and backend.name != "flash")
 
 
-def choose(backends: Sequence[Backend], query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Backend:
+def choose(
+    backends: Sequence[Backend],
+    query_BHLD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSD: Tensor,
+    block: Block,
+    *,
+    backward: bool = False,
+) -> Backend:
     """Return the first kernel that can compute the block; flash before cuDNN while cuDNN's plan is not worth its cost."""
     shapes = query_BHLD.shape, key_BGSD.shape, value_BGSD.shape, query_BHLD.dtype, query_BHLD.device
     asked = tuple(backends), flash_implementation(), shapes, block.traits
@@ -60,7 +68,7 @@ def choose(backends: Sequence[Backend], query_BHLD: Tensor, key_BGSD: Tensor, va
             _FOUND.clear()
         _FOUND[asked] = found
     chosen, refusals = found
-    if len(chosen) == 2 and not PRICES.is_worth_a_plan(query_BHLD, key_BGSD, block.causal):
+    if len(chosen) == 2 and not PRICES.is_worth_a_plan(query_BHLD, key_BGSD, block.causal, backward=backward):
         chosen, refusals = chosen[1:], refusals | {"cudnn": "its plan for this new shape is not worth its cost yet"}
     if logger.isEnabledFor(logging.DEBUG):
         passed_over = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items() if refusal is not None)
@@ -92,10 +100,24 @@ def _log_choice(name: str, kind: str, dtype: torch.dtype, device: str, refusals:
     logger.debug("attention kernel %s for %s blocks of %s on %s (%s)", name, kind, dtype, device, refusals or "the first choice")
 
 
-def run_or_replace(backends: list[Backend], query_BHLD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, block: Block) -> Attended:
-    """Run `forward` of the first kernel that can; one that raises is removed from `backends`, with a warning."""
+def run_or_replace(
+    backends: list[Backend],
+    query_BHLD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSD: Tensor,
+    block: Block,
+    ran_by: dict[Hashable, Any],
+    place: Hashable,
+) -> Attended:
+    """Run `forward` of the first kernel that can; one that raises is removed from `backends`, with a warning.
+
+    What runs again at the same `place` in `ran_by` runs on the same kernel. Another one rounds otherwise, and after that a router
+    may choose other experts than it did in forward.
+    """
     while True:
-        backend = choose(backends, query_BHLD, key_BGSD, value_BGSD, block)
+        if place not in ran_by or ran_by[place] not in backends:
+            ran_by[place] = choose(backends, query_BHLD, key_BGSD, value_BGSD, block)
+        backend = ran_by[place]
         try:
             if not torch.is_autocast_enabled(query_BHLD.device.type):
                 done = backend.forward(query_BHLD, key_BGSD, value_BGSD, block)

@@ -12,27 +12,22 @@ row that is a tree has streamed attention in any case, within the model's own la
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from streamgrad.attention.backends import Kernels
 from streamgrad.config import StreamConfig
-from streamgrad.engine.kv_chunk import SeamError
 from streamgrad.engine.module_walk import modules_of, parameters_of
-from streamgrad.hf.discover import attention_configs, foreign_attention, has_recurrent_layers, sliding_window
+from streamgrad.hf.discover import has_recurrent_layers, sliding_window
 from streamgrad.hf.fusion import Fusion
 from streamgrad.hf.layer_args import DOCUMENTS
 from streamgrad.hf.libraries.deepspeed import is_partitioned
 from streamgrad.hf.libraries.quantized import never_packed
 from streamgrad.hf.patching import not_checkpointed, tokens_of
-from streamgrad.hf.seams import streamed_attention_in, whole_rows_attend
 from streamgrad.hf.sequence_slices import WholeSequences
-from streamgrad.hf.whole.attention import fastest_attention
 from streamgrad.hf.whole.compiled_layers import LayerCompiler
 from streamgrad.hf.whole.layer_groups import groups_of
 from streamgrad.hf.whole_step import WholeStep
@@ -113,8 +108,12 @@ def plain_layers(
     step: WholeStep,
     config: StreamConfig,
     compiler: LayerCompiler,
+    attention: Callable[[], AbstractContextManager[None]],
 ) -> Iterator[None]:
-    """Let the decoder's `forward` run as it is within the block, with fused or compiled parts, and nothing checkpointed."""
+    """Let the decoder's `forward` run as it is within the block, with fused or compiled parts, and nothing checkpointed.
+
+    `attention()` returns the context in which its layers attend.
+    """
     # Not where ZeRO-3 has the parameters elsewhere: a graph would hold them.
     may_compile = compiler.wanted and not any(map(is_partitioned, parameters_of(layers[0])))
     compiled = [layer for layer in layers if compiler.compiles(layer)] if may_compile else []
@@ -127,23 +126,9 @@ def plain_layers(
             by_compiler = [*compiled, *(layer for layer in layers if layer._compiled_call_impl is not None)]
             modules = modules_of(decoder, but_for=by_compiler)
             restore.enter_context(Fusion(modules, mode=config.fused_kernels).installed())
-        restore.enter_context(fastest_attention(step, decoder, layers))
+        restore.enter_context(attention())
         if compiled:
             may_group = compiler.may_group and len(compiled) == len(layers) and step.tokens <= _GROUPED_TOKENS
             groups = groups_of(decoder, forward, layers) if may_group else [[layer] for layer in compiled]
             restore.enter_context(compiler.installed(groups))
-        yield
-
-
-@contextmanager
-def attention_of(decoder: Any, layers: list[nn.Module], sequences: WholeSequences, backends: Kernels) -> Iterator[None]:
-    """Let the layers of a plain pass attend by streamed attention within the block if a row is a tree, and else as they do."""
-    if sequences.tree is None:
-        backends.used.add("sdpa")
-        yield
-        return
-    configs = attention_configs(modules_of(decoder))
-    for reason in foreign_attention(configs, layers[0]):
-        raise SeamError(reason)
-    with streamed_attention_in(configs), whole_rows_attend(functools.cache(sequences.mask), backends):
         yield
