@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 
 from streamgrad.attention import backends
 from streamgrad.attention.backends import Block, backends_named, choose, cudnn
 from streamgrad.attention.backends.cudnn_plans import (
     CALLS_OF_A_STEP,
-    COMPILED_PLAN_SECONDS,
     FLASH_LOSS,
     FLASH_RATE,
     LOST_PER_QUEUED,
@@ -60,23 +58,6 @@ def test_a_shape_that_would_lose_it_within_one_step_gets_it_in_that_step():
         assert calls * loss < 0.3 * PLAN_SECONDS + loss  # what is lost in place of the whole price
         work = 2 * calls * lost_a_call(tokens, tokens) / 2 / FLASH_LOSS / FLASH_RATE  # that half of a layer be attention
         assert work >= PLAN_SECONDS - loss
-
-
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize(("rows", "keys", "causal"), [(16_000, 20_000, False), (50_000, 50_000, True)])
-def test_before_the_first_plan_of_a_kind_the_device_gets_more_work(rows, keys, causal, backward):
-    """cuDNN may compile a kernel for it: for keys before a chunk, and for more scores than 31 bits count."""
-    prices, loss = PlanPrices(), lost_a_call(rows, keys, backward=backward) / (2 if causal else 1)
-
-    def calls(tokens: int) -> int:
-        count = 0
-        while not prices.is_worth_a_plan(*operands(rows, tokens), causal, backward=backward):
-            count += 1
-        return count
-
-    assert calls(keys) == max(0, math.ceil((COMPILED_PLAN_SECONDS - loss) * LOST_PER_QUEUED / loss)) > 0
-    assert calls(keys) == 0
-    assert calls(keys + 1) == (0 if backward else max(0, math.ceil((PLAN_SECONDS - loss) * LOST_PER_QUEUED / loss)))
 
 
 def test_forward_and_backward_are_counted_apart():

@@ -87,12 +87,8 @@ class TargetRows:
         return self._rows_N is not None
 
     def chunks(self) -> Iterator[tuple[Tensor | slice, Tensor]]:
-        """Yield `(rows, targets)` of each chunk; `rows` is a slice when no token is ignored, which saves a gather.
-
-        The last chunk, which may be shorter, comes first. cuBLAS may have to load a kernel for its length, and waits for the
-        device to do so; the other chunks then give the device work again.
-        """
-        for start in reversed(range(0, self.count, self.chunk_size)):
+        """Yield `(rows, targets)` of each chunk; `rows` is a slice when no token is ignored, which saves a gather."""
+        for start in range(0, self.count, self.chunk_size):
             stop = min(start + self.chunk_size, self.count)
             rows = slice(start, stop) if self._rows_N is None else self._rows_N[start:stop]
             yield rows, self.targets_N[rows]

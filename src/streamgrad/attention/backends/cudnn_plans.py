@@ -8,7 +8,6 @@ hindsight. A shape that would lose that time within its first step gets its plan
 - In backward at once. A plan is made on the host, and the device meanwhile works on what forward has queued.
 - In forward after the first layers. The device has nothing to do before the first, and a call on flash gives it work for about
   five times what the call loses there.
-- Forward and backward alike after more layers, if it may be the first plan of its kind: cuDNN then compiles a kernel.
 """
 
 from __future__ import annotations
@@ -21,9 +20,6 @@ from torch import Tensor
 # for as long, 5 to 10 ms are lost, and in forward as much again on flash before.
 PLAN_SECONDS = 0.04
 QUEUED_PLAN_SECONDS = 0.02
-# The first plan of a kind, where no cache of CUDA's has its kernel.
-COMPILED_PLAN_SECONDS = 0.6
-_MOST_SCORES = 2**31  # rows times keys, beyond which cuDNN takes another kernel
 FLASH_RATE, CUDNN_RATE = 310e12, 560e12  # FLOP/s, of forward and backward together
 FLASH_LOSS = 1.0 / FLASH_RATE - 1.0 / CUDNN_RATE
 # Seconds lost on flash for each that the device then has to do, if all else in a layer takes as long as its attention on flash.
@@ -40,7 +36,6 @@ class PlanPrices:
 
     def __init__(self) -> None:
         self._lost_seconds: dict[tuple[Any, ...], float] = {}  # in order of last use
-        self._lost_by_kind: dict[tuple[Any, ...], float] = {}  # before the first plan, and from then on what that costs
         self._latest_step: tuple[Any, ...] = ()
         self._in_a_row = 0
 
@@ -52,23 +47,12 @@ class PlanPrices:
         pairs = rows * keys - (rows * rows / 2 if causal else 0)
         loss = FLASH_LOSS * attention_flops(batch, heads, size, pairs, backward=backward)
         lost = self._lost_seconds.get(shape, 0.0)
-        kind = causal and rows * keys < _MOST_SCORES, size, query_BHLD.dtype, query_BHLD.device.index, backward
-        is_compiled = self._is_compiled(kind, loss)
         within_step = CALLS_OF_A_STEP * loss >= QUEUED_PLAN_SECONDS
         has_work = backward or PLAN_SECONDS - lost / LOST_PER_QUEUED <= loss
         is_lost = lost >= (QUEUED_PLAN_SECONDS if backward else PLAN_SECONDS)
-        is_worth = is_compiled and (is_lost or (within_step and has_work))
+        is_worth = is_lost or (within_step and has_work)
         self._note(shape, lost if is_worth else lost + loss)
         return is_worth
-
-    def _is_compiled(self, kind: tuple[Any, ...], loss: float) -> bool:
-        """Return whether there is a kernel for a kind of shapes, or time to compile it but for what another call would lose."""
-        if kind[0]:  # as in every step: compiled by the first of a run
-            return True
-        lost = self._lost_by_kind.get(kind, 0.0)
-        is_compiled = COMPILED_PLAN_SECONDS - lost / LOST_PER_QUEUED <= loss
-        self._lost_by_kind[kind] = COMPILED_PLAN_SECONDS if is_compiled else lost + loss
-        return is_compiled
 
     def is_worth_in_step(self, shape: tuple[Any, ...], flops: float) -> bool:
         """Return whether to run a step on cuDNN, of so many FLOPs forward and backward and of one shape; if not, count it."""
