@@ -21,7 +21,7 @@ from streamgrad.engine.replay import as_autocast
 from streamgrad.engine.shortage import in_head
 from streamgrad.head.linear_head import GRADIENT_LABELS, HeadGradients, LinearHead, LogitMap
 from streamgrad.head.softmax import product_gradient, token_statistics
-from streamgrad.head.targets import TargetRows, flatten, refuse_own_operations, refuse_two_dtypes
+from streamgrad.head.targets import TargetRows, check_operands, flatten, refuse_own_operations
 from streamgrad.ops.accumulate import accumulator_dtype, scaled
 from streamgrad.ops.autograd import first_order_only, refuse_transforms
 from streamgrad.ops.memory_label import labelled, memory_label
@@ -52,7 +52,7 @@ def linear_cross_entropy(
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f'reduction must be "mean" or "sum", got {reduction!r}. For single terms, call token_logprobs.')
-    refuse_two_dtypes(hidden, weight)
+    check_operands(hidden, weight, bias)
     logit_map = LogitMap.build(logit_scale=logit_scale, softcap=softcap, temperature=temperature)
     hidden_NE, targets_N = flatten(hidden, weight, targets)
     rows = TargetRows(

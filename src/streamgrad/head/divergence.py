@@ -19,7 +19,7 @@ from torch import Tensor
 from streamgrad.engine.replay import as_autocast
 from streamgrad.engine.shortage import in_head
 from streamgrad.head.linear_head import HeadGradients, LinearHead, LogitMap
-from streamgrad.head.targets import IGNORED, TargetRows, flatten, refuse_own_operations, refuse_two_dtypes
+from streamgrad.head.targets import IGNORED, TargetRows, check_operands, flatten, refuse_own_operations
 from streamgrad.ops.accumulate import accumulator_dtype
 from streamgrad.ops.autograd import first_order_only, refuse_transforms
 from streamgrad.ops.memory_label import labelled
@@ -60,7 +60,7 @@ def linear_divergence(
     share = teacher_share(kind, beta)
     refuse_transforms("the streamed head")
     for hidden, weight, bias in ((student_hidden, student_weight, student_bias), (teacher_hidden, teacher_weight, teacher_bias)):
-        refuse_two_dtypes(hidden, weight)
+        check_operands(hidden, weight, bias)
         refuse_own_operations(hidden, weight, bias)
     _check_teacher(student_weight, teacher_hidden, teacher_weight, teacher_bias)
     kept = kept_tokens(student_hidden, mask)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cached_property, lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from streamgrad.memory.device import device_memory
 from streamgrad.memory.head_chunk import FREE_SHARE, SHORTEST_CHUNK, head_chunk_within
@@ -141,8 +141,20 @@ def refuse_own_operations(*operands: Tensor | None) -> None:
             )
 
 
-def refuse_two_dtypes(hidden: Tensor, weight: Tensor) -> None:
-    """Raise if the dtypes differ and no autocast decides in which one the product is computed."""
+def check_operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise unless these are a head's tensors, of one dtype where no autocast decides in which one the product is computed."""
+    for name, given in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if isinstance(given, nn.Module):
+            raise TypeError(
+                f"{name} is a module, {type(given).__name__}, and must be a tensor. Pass weight=lm_head.weight, and "
+                "bias=lm_head.bias where it has one."
+            )
+    if weight.ndim != 2:
+        raise ValueError(f"the weight has shape {tuple(weight.shape)}. Pass it as (vocabulary, width).")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"bias has shape {tuple(bias.shape)}, and the weight {tuple(weight.shape)} needs {tuple(weight.shape[:1])}."
+        )
     if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
         raise ValueError(
             f"hidden states are {hidden.dtype} and the weight is {weight.dtype}. Convert one to the dtype of the other, or call "

@@ -23,7 +23,7 @@ from streamgrad.engine.replay import as_autocast
 from streamgrad.engine.shortage import in_head
 from streamgrad.head.linear_head import HeadGradients, LinearHead, LogitMap
 from streamgrad.head.softmax import product_gradient, token_statistics
-from streamgrad.head.targets import TargetRows, flatten, refuse_own_operations, refuse_two_dtypes
+from streamgrad.head.targets import TargetRows, check_operands, flatten, refuse_own_operations
 from streamgrad.ops.accumulate import accumulator_dtype
 from streamgrad.ops.autograd import first_order_only, refuse_transforms
 from streamgrad.ops.memory_label import labelled, memory_label
@@ -55,7 +55,7 @@ def token_logprobs(
     `(logprobs, entropy)` with `return_entropy=True`; both are differentiable. `chunk_size` is the number of tokens whose logits
     exist at a time; `"auto"` chooses it by the memory that is free.
     """
-    refuse_two_dtypes(hidden, weight)
+    check_operands(hidden, weight, bias)
     scores = token_scores(
         hidden,
         weight,

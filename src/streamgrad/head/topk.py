@@ -19,7 +19,7 @@ from streamgrad.engine.replay import as_autocast
 from streamgrad.engine.shortage import in_head
 from streamgrad.head.divergence import divergence_of, kept_tokens, log_probs, teacher_share
 from streamgrad.head.linear_head import HeadGradients, LinearHead, LogitMap
-from streamgrad.head.targets import IGNORED, TargetRows, flatten, refuse_own_operations, refuse_two_dtypes
+from streamgrad.head.targets import IGNORED, TargetRows, check_operands, flatten, refuse_own_operations
 from streamgrad.ops.accumulate import accumulator_dtype
 from streamgrad.ops.autograd import first_order_only, refuse_transforms
 from streamgrad.ops.memory_label import labelled
@@ -102,7 +102,7 @@ def _rows(
 ) -> tuple[Tensor, TargetRows, torch.Size]:
     """Return the hidden states (N, E), the chunks of those that count, and the shape of the tokens."""
     refuse_transforms("the streamed head")
-    refuse_two_dtypes(hidden, weight)
+    check_operands(hidden, weight, bias)
     refuse_own_operations(hidden, weight, bias)
     kept = kept_tokens(hidden, mask)
     hidden_NE, kept_N = flatten(hidden, weight, kept)
