@@ -57,6 +57,11 @@ def test_flash_comes_first_where_it_is_flash_attention_4(sequence, monkeypatch):
         assert torch._C._get_sdp_priority_order()[0] == int(SDPBackend.FLASH_ATTENTION)
 
 
+def test_long_steps_leave_no_plan_to_calls_of_the_stock_function():
+    with kernels_of(a_step(sequence=100_000)):
+        assert torch._C._get_sdp_priority_order()[0] == int(SDPBackend.FLASH_ATTENTION)
+
+
 # --- A kernel for each call, in long steps -----------------------------------------------------------------------------------
 
 

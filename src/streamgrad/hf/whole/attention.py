@@ -131,7 +131,8 @@ def fastest_attention(
 def _attention_by_call(configs: list[Any], kernels: Kernels) -> Iterator[None]:
     token = _BY_CALL.set(_ByCall(CausalMask(), kernels))
     try:
-        with attention_replaced_in(configs, _BY_CALL_NAME):
+        # Calls that are left to the stock function have no plan made for them.
+        with attention_replaced_in(configs, _BY_CALL_NAME), sdpa_kernel(_ORDERS["streamgrad-fa"], set_priority=True):
             yield
     finally:
         _BY_CALL.reset(token)
