@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import threading
+import types
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -15,6 +20,7 @@ import batches
 import streamgrad
 from gradients import assert_same_step, more, no_float32, run_step
 from lora import with_lora
+from streamgrad.attention import backends
 from streamgrad.attention.backends import backends_named
 from streamgrad.hf.whole import attention as whole_attention
 from streamgrad.hf.whole_step import WholeStep
@@ -67,8 +73,9 @@ def test_long_steps_leave_no_plan_to_calls_of_the_stock_function():
 
 @pytest.fixture
 def long_steps(monkeypatch):
-    """Every step is taken for a long one on a GPU; `sdpa_attention_forward` says how often it was called."""
+    """Every step is taken for a long one on a GPU with cuDNN; the list has a call of `sdpa_attention_forward` each."""
     fastest, calls = whole_attention.fastest_attention, []
+    two_kernels(monkeypatch, lambda backward: True)
 
     def stock(*args, **kwargs):
         calls.append(kwargs)
@@ -194,7 +201,6 @@ def test_attention_that_a_user_has_put_in_the_place_of_sdpa_is_called(long_steps
 
 def test_transforms_get_the_stock_function(long_steps):
     model = tiny_model("qwen3")
-    streamgrad.enable(model, keep="all")
     query, key = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
     attention = model.model.layers[0].self_attn
     with whole_attention.fastest_attention(a_step(), model.model, model.model.layers, backends_named("auto")):
@@ -202,3 +208,90 @@ def test_transforms_get_the_stock_function(long_steps):
         assert len(long_steps) == 1
         whole_attention._attend_by_call(attention, query, key, key, None)
     assert len(long_steps) == 1
+
+
+def names_its_mask(model):
+    """As afmoe's attention does."""
+
+    def by_name(module, query, key, value, mask, **options):
+        return ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation](
+            module, query, key, value, attention_mask=mask, **options
+        )
+
+    for layer in model.model.layers:
+        code = type(layer.self_attn).forward
+        interface = types.SimpleNamespace(get_interface=lambda *_: by_name)
+        around = types.FunctionType(
+            code.__code__, code.__globals__ | {"ALL_ATTENTION_FUNCTIONS": interface}, closure=code.__closure__
+        )
+        around.__kwdefaults__, around.__defaults__ = code.__kwdefaults__, code.__defaults__
+        layer.self_attn.forward = types.MethodType(around, layer.self_attn)
+
+
+def checkpoints_within(model):
+    model.config.use_cache = False
+    for layer in model.model.layers:
+        inner = layer.self_attn.forward
+        layer.self_attn.forward = functools.partial(checkpoint, inner, use_reentrant=False)
+
+
+def compiles_a_module(model):
+    model.model.layers[1].self_attn.compile(fullgraph=True, backend="aot_eager")
+
+
+def has_a_layer_of_its_own_configuration(model):
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = "eager"
+    model.model.layers[0].self_attn.config = config
+
+
+def has_heads_that_cudnn_does_not_take(model):
+    for kernel in backends._ALL:
+        if kernel.name == "cudnn":
+            kernel.refusal = lambda *_: "of 192"
+
+
+# torch.compile reads .grad of tensors that are no leaves.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize(
+    ("change", "calls", "kernels"),
+    [
+        (names_its_mask, 0, ("cudnn",)),
+        (checkpoints_within, 2, ("sdpa",)),
+        (compiles_a_module, 1, ("cudnn",)),  # which is traced, and not seen to run
+        (has_a_layer_of_its_own_configuration, 0, ("cudnn",)),
+        (has_heads_that_cudnn_does_not_take, 2, ("sdpa",)),
+    ],
+)
+def test_layers_that_their_user_has_changed(change, calls, kernels, long_steps):
+    model = tiny_model("llama")
+    change(model)
+    batch = batches.plain(model)
+    with no_float32():
+        expected = run_step(model, batch)
+        streamgrad.enable(model, keep="all", fused_kernels="off")
+        assert_same_step(run_step(model, batch), expected, 1e-10)
+    assert (len(long_steps), streamgrad.status(model).kernels) == (calls, kernels)
+
+
+def test_two_models_of_one_configuration_in_two_threads(long_steps):
+    """One of which takes its steps in chunks, while the other is between two layers of a long one."""
+    first = tiny_model("llama")
+    second = type(first)(first.config).double()
+    batch = batches.plain(first)
+    with no_float32():
+        expected = [run_step(model, batch) for model in (first, second)]
+        streamgrad.enable(first, keep="all")
+        streamgrad.enable(second, keep="input", chunk_size=3)
+        found = []
+
+        def meanwhile(*_):
+            thread = threading.Thread(target=lambda: found.append(run_step(second, batch)))
+            thread.start()
+            thread.join()
+
+        handle = first.model.layers[0].register_forward_hook(meanwhile)
+        assert_same_step(run_step(first, batch), expected[0], 1e-10)
+        handle.remove()
+        assert_same_step(found[0], expected[1], 1e-10)
+    assert first.config._attn_implementation == "sdpa" and not long_steps

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.masking_utils import causal_mask_function
 
+from streamgrad.attention.backends import Kernels
 from streamgrad.attention.blocks import Blocks
 from streamgrad.attention.masks import CausalMask, DenseMask
 from streamgrad.attention.streamed import streamed_attention
@@ -68,7 +69,7 @@ def stream_attention_forward(
     """Attend with the queries of one chunk, by the contract of `sdpa_attention_forward`.
 
     (B, H, L, D) in, ((B, L, H, D), weights) out, where the weights are None, or raise if stock attention returns some. The chunk
-    is what the layer was given as its `attention_mask`, or all of a row that is a tree, in a plain pass.
+    is what the layer was given as its `attention_mask`, or the whole row, within `whole_rows_attend`.
     """
     if by_position:
         raise SeamError(
@@ -76,8 +77,10 @@ def stream_attention_forward(
             "by name"
         )
     in_whole, length = _WHOLE.get(), key.shape[2]
-    if in_whole is not None and isinstance(attention_mask, CausalMask):
-        attention_mask = Chunk(0, length, KeyValueStream(length), in_whole.mask(attention_mask), in_whole.backends)
+    if in_whole is not None:
+        given = in_whole.unmasked if attention_mask is None else attention_mask
+        if isinstance(given, CausalMask):
+            attention_mask = Chunk(0, length, KeyValueStream(length), in_whole.mask(given), in_whole.backends)
     if not isinstance(attention_mask, Chunk):
         raise SeamError(f"its attention replaces the mask it was given by a {type(attention_mask).__name__}")
     for name, argument in kwargs.items():
@@ -146,20 +149,31 @@ class _Whole(NamedTuple):
     """How layers attend that are called with a whole row and its mask, and not chunk by chunk."""
 
     mask: Callable[[CausalMask], object]
-    backends: list[Any]
+    backends: Kernels
+    unmasked: CausalMask | None  # for layers that are given no mask
 
 
 _WHOLE: ContextVar[_Whole | None] = ContextVar("how whole rows attend", default=None)
 
 
 @contextmanager
-def whole_rows_attend(mask: Callable[[CausalMask], object], backends: list[Any]) -> Iterator[None]:
-    """Let streamed attention take whole rows within the block, with what `mask` makes of the masks that layers are given."""
-    token = _WHOLE.set(_Whole(mask, backends))
+def whole_rows_attend(
+    mask: Callable[[CausalMask], object], backends: Kernels, unmasked: CausalMask | None = None
+) -> Iterator[None]:
+    """Let streamed attention take whole rows within the block, with what `mask` makes of the masks that layers are given.
+
+    `unmasked` stands for the mask of a layer that is given none, which else is an error.
+    """
+    token = _WHOLE.set(_Whole(mask, backends, unmasked))
     try:
         yield
     finally:
         _WHOLE.reset(token)
+
+
+def whole_rows() -> _Whole | None:
+    """Return how whole rows attend here, or None outside of `whole_rows_attend`."""
+    return _WHOLE.get()
 
 
 # By id: what a configuration said before, and how many calls have replaced it. Models that are made of one share it,

@@ -8,23 +8,31 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from streamgrad.attention.backends import Kernels, flash_implementation
+from streamgrad.attention.backends import Block, Kernels, flash_implementation
 from streamgrad.attention.backends.cudnn_plans import FLASH_LOSS, PRICES, attention_flops, is_planned_by_call
 from streamgrad.attention.masks import CausalMask
-from streamgrad.engine.kv_chunk import Chunk, KeyValueStream, SeamError
+from streamgrad.engine.kv_chunk import Chunk, SeamError
 from streamgrad.engine.module_walk import modules_of
+from streamgrad.engine.replay import as_autocast
 from streamgrad.hf.discover import attention_configs, foreign_attention
-from streamgrad.hf.seams import attention_replaced_in, stream_attention_forward, streamed_attention_in, whole_rows_attend
+from streamgrad.hf.seams import (
+    attention_name,
+    attention_replaced_in,
+    stream_attention_forward,
+    streamed_attention_in,
+    whole_rows,
+    whole_rows_attend,
+)
 from streamgrad.hf.sequence_slices import WholeSequences
 from streamgrad.hf.whole_step import WholeStep
 from streamgrad.ops.autograd import in_transform
@@ -37,53 +45,70 @@ _ORDERS = {
     "streamgrad-cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
     "streamgrad-fa": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH],
 }
-_BY_CALL_NAME = "streamgrad-by-call"
+_BY_CALL = "streamgrad-by-call"
 
 
 def _attention_by(order: list[SDPBackend]) -> Callable[..., tuple[Tensor, None]]:
     def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *by_position: Any,
+        **options: Any,
     ) -> tuple[Tensor, None]:
         """Return what `sdpa_attention_forward` does, with kernels tried in this order; a compiler takes it into its graph."""
         # Not once around the step: AOTAutograd's cache, on disk, knows graphs by their nodes, and would take one for the other.
         with sdpa_kernel(order, set_priority=True):
-            found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, mask, **options)
+            found: tuple[Tensor, None] = sdpa_attention_forward(
+                module, query, key, value, attention_mask, *by_position, **options
+            )
         return found
 
     return attend
 
 
-# What `sdpa_attention_forward` acts on beside the tensors, a scale and whether attention is causal. It ignores all else.
+# What `sdpa_attention_forward` acts on beside the tensors, a scale and whether attention is causal.
 _ACTED_ON = {*list(inspect.signature(sdpa_attention_forward).parameters)[5:], "softcap"} - {"scaling", "is_causal", "kwargs"}
 
 
-class _ByCall(NamedTuple):
-    """What the attention of a step shares whose kernels are chosen call by call."""
-
-    mask: CausalMask
-    kernels: Kernels
-
-
-_BY_CALL: ContextVar[_ByCall | None] = ContextVar("how layers that run whole attend", default=None)
-
-
 def _attend_by_call(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *by_position: Any, **options: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *by_position: Any, **options: Any
 ) -> tuple[Tensor, Any]:
     """Return what `sdpa_attention_forward` does, forward and backward each by the kernel that is then worth its plan."""
-    shared, tokens, scaling = _BY_CALL.get(), query.shape[2], options.get("scaling")
+    stock = functools.partial(sdpa_attention_forward, module, query, key, value, attention_mask, *by_position, **options)
+    if torch.compiler.is_compiling():  # the module, by its user: into a graph, which keeps its kernel
+        return stock()
+    if isinstance(attention_mask, Chunk | CausalMask):  # another thread streams a model of the same configuration
+        return stream_attention_forward(module, query, key, value, attention_mask, *by_position, **options)
+    # Hooks for saved tensors may be of a checkpoint within the layer, which runs it again outside of this pass and expects the
+    # same tensors.
+    has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    inside = whole_rows()
+    if inside is None:
+        return stock()
+    if attention_mask is None and not by_position and not has_hooks and not in_transform():
+        query, key, value = (as_autocast(tensor) for tensor in (query, key, value))
+        if _may_run_on_cudnn(module, query, key, value, inside.backends, options):
+            return stream_attention_forward(module, query, key, value, None, **options)
+    inside.backends.used.add("sdpa")
+    return stock()
+
+
+def _may_run_on_cudnn(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kernels: Kernels, options: dict[str, Any]
+) -> bool:
+    """Return whether a call is of plain causal attention that cuDNN takes, so that a plan has to be worth it."""
     is_causal = getattr(module, "is_causal", True) is True and options.get("is_causal") in (None, True)
-    is_plain = mask is None and not by_position and is_causal and 1 < tokens == key.shape[2]
     others = (options.get(name) for name in _ACTED_ON)
-    has_others = any(isinstance(other, Tensor) or other for other in others) or not isinstance(scaling, float | None)
-    if shared is None or not is_plain or has_others or in_transform():
-        found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, mask, *by_position, **options)
-        return found
-    chunk = Chunk(0, tokens, KeyValueStream(tokens), shared.mask, shared.kernels)
-    return stream_attention_forward(module, query, key, value, chunk, scaling=scaling)
+    if not is_causal or any(isinstance(other, Tensor) or other for other in others) or not 1 < query.shape[2] == key.shape[2]:
+        return False
+    block = Block(scale=1.0, causal=True)
+    return any(kernel.name == "cudnn" and kernel.refusal(query, key, value, block) is None for kernel in kernels)
 
 
-for _name, _attend in {_BY_CALL_NAME: _attend_by_call, **{name: _attention_by(order) for name, order in _ORDERS.items()}}.items():
+for _name, _attend in {_BY_CALL: _attend_by_call, **{name: _attention_by(order) for name, order in _ORDERS.items()}}.items():
     AttentionInterface.register(_name, _attend)
     AttentionMaskInterface.register(_name, sdpa_mask)
 
@@ -118,6 +143,7 @@ def fastest_attention(
         kernels.used.add("sdpa")
         return nullcontext()
     configs = attention_configs([decoder, *modules_of(layers[0])])
+    configs = [config for config in configs if attention_name(config) == "sdpa"]
     forward_flops, backward_flops = (_layer_flops(step, decoder, backward=backward) for backward in (False, True))
     by_call = not step.compiled and not step.masked and is_planned_by_call(backward_flops) and flash_implementation() is None
     if by_call and not any(foreign_attention(configs, layers[0])):
@@ -129,13 +155,12 @@ def fastest_attention(
 
 @contextmanager
 def _attention_by_call(configs: list[Any], kernels: Kernels) -> Iterator[None]:
-    token = _BY_CALL.set(_ByCall(CausalMask(), kernels))
-    try:
+    with ExitStack() as restore:
+        restore.enter_context(attention_replaced_in(configs, _BY_CALL))
+        restore.enter_context(whole_rows_attend(lambda mask: mask, kernels, unmasked=CausalMask()))
         # Calls that are left to the stock function have no plan made for them.
-        with attention_replaced_in(configs, _BY_CALL_NAME), sdpa_kernel(_ORDERS["streamgrad-fa"], set_priority=True):
-            yield
-    finally:
-        _BY_CALL.reset(token)
+        restore.enter_context(sdpa_kernel(_ORDERS["streamgrad-fa"], set_priority=True))
+        yield
 
 
 def _layer_flops(step: WholeStep, decoder: Any, *, backward: bool) -> float:

@@ -2,8 +2,8 @@
 
 Nothing of the engine is in between, since a chunk that is the whole sequence and is never run again needs none of it. At a few
 thousand tokens a step takes as long as its Python code and launches, so this is the difference to the stock model. The head is
-streamed as ever. Attention, masks, hooks, recorded outputs and random numbers are the stock model's, and layers that are compiled
-(`layer.compile()`, or `compile_layers=True`) run compiled.
+streamed as ever. Masks, hooks, recorded outputs and random numbers are the stock model's, and so is attention, but for the choice
+of its kernel (`hf.whole.attention`). Layers that are compiled (`layer.compile()`, or `compile_layers=True`) run compiled.
 
 Known limits: only for attention by SDPA, whose masks follow the same rules as streamed attention's. A mask of (T x T) is made
 where padding, documents or a window ask for one, so rows of more than `_MASKED_TOKENS` are then left to streamed attention. A
@@ -27,6 +27,7 @@ from streamgrad.hf.layer_args import DOCUMENTS
 from streamgrad.hf.libraries.deepspeed import is_partitioned
 from streamgrad.hf.libraries.quantized import never_packed
 from streamgrad.hf.patching import not_checkpointed, tokens_of
+from streamgrad.hf.seams import attention_name
 from streamgrad.hf.sequence_slices import WholeSequences
 from streamgrad.hf.whole.compiled_layers import LayerCompiler
 from streamgrad.hf.whole.layer_groups import groups_of
@@ -53,7 +54,7 @@ def whole_step(
         return None  # which SDPA leaves out in some releases
     if is_tree and has_recurrent_layers(decoder):
         return None  # the engine refuses it
-    if decoder.config._attn_implementation != "sdpa" or any(arguments.get(name) is not None for name in DOCUMENTS):
+    if attention_name(decoder.config) != "sdpa" or any(arguments.get(name) is not None for name in DOCUMENTS):
         return None
     if mask is not None and not (isinstance(mask, Tensor) and mask.shape == tokens.shape[:2]):
         return None
