@@ -10,6 +10,7 @@ import torch
 
 import streamgrad
 from gradients import assert_same_step, run_step
+from streamgrad.attention import backends
 from streamgrad.engine.checks.value_choices import ValueChoices
 from streamgrad.hf.discover import decoder_layers
 from stretches import CHUNK, calls_in_step
@@ -122,3 +123,26 @@ def test_chunks_run_again_on_the_kernels_that_ran_them(options, first_plans, mon
     assert [name for name, _ in forward] == ["flash"] * first_plans + ["cudnn"] * (12 - first_plans)
     assert Counter(again) == Counter(forward) if "recompute_layers" not in options else set(again) <= set(forward)
     assert again[-3:] == forward[:3][::-1]
+
+
+@pytest.mark.parametrize("ran_forward", [False, True])
+def test_a_kernel_that_fails_in_backward_is_replaced_there(ran_forward, monkeypatch):
+    """It may not have run in forward. Where it has, chunks are run again on it: they would else choose otherwise."""
+    log = two_kernels(monkeypatch, lambda backward: backward or ran_forward)
+
+    def fails(self, *args):
+        raise RuntimeError("no plan for backward")
+
+    monkeypatch.setattr(type(backends._ALL[0]), "backward", fails)
+    model = tiny_model("qwen3_moe")
+    batch = {"input_ids": torch.arange(12)[None], "labels": torch.arange(12)[None]}
+    expected = run_step(model, batch)
+    streamgrad.enable(model, chunk_size=5, keep="input")
+    with pytest.warns(RuntimeWarning, match="'cudnn' failed and is replaced by flash or eager: no plan for backward"):
+        assert_same_step(run_step(model, batch), expected, 1e-6)
+    first = "cudnn" if ran_forward else "flash"
+    assert [name for name, backward, _ in log if not backward] == [first] * 12
+    assert {name for name, backward, _ in log if backward} == {"flash"}
+    log.clear()
+    assert_same_step(run_step(model, batch), expected, 1e-6)
+    assert {name for name, *_ in log} == {"flash"}

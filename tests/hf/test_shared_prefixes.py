@@ -109,21 +109,21 @@ def test_rectangles_of_every_family_in_one_varlen_part(joined, family, name):
 def test_kernel_calls_do_not_grow_with_the_group(joined, monkeypatch):
     """A layer's attention is one call where all is small; else one for what is, one for the prompt and one for what sees it."""
     calls = Counter()
-    for name, plain in (("run_or_replace", streamed.run_or_replace), ("choose", streamed.choose)):
+    forward, backward = streamed.run_or_replace, streamed.differentiate_or_replace
+    for plain in (forward, backward):
 
-        def counted(*args, plain=plain, name=name, **options):
-            calls[name] += 1
-            return plain(*args, **options)
+        def counted(*args, plain=plain):
+            calls[plain] += 1
+            return plain(*args)
 
-        monkeypatch.setattr(streamed, name, counted)
+        monkeypatch.setattr(streamed, plain.__name__, counted)
     for completions in (2, 8):
         model = streamgrad.enable(tiny_model("llama"), chunk_size=1000, keep="attention", attention="eager")
         found = streamgrad.share_prefixes(**batch_of(*group(5, [9] * completions)))
         found.hidden_states(model)  # in which the model is tried on a few tokens
         calls.clear()
         found.hidden_states(model).sum().backward()
-        assert calls["run_or_replace"] == calls["choose"]  # in backward
-        assert calls["choose"] <= 2 * (1 if trees.PAIRS > 90 else 3), completions  # in two layers
+        assert calls[forward] == calls[backward] <= 2 * (1 if trees.PAIRS > 90 else 3), completions  # in two layers
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from streamgrad.attention.backends import Block, choose, run_or_replace
+from streamgrad.attention.backends import Block, differentiate_or_replace, run_or_replace
 from streamgrad.attention.backends.block import merge
 from streamgrad.attention.masks import CausalMask, DenseMask, Part
 from streamgrad.attention.trees import TreeMask, band_mask
@@ -247,8 +247,7 @@ def _differentiated(
     own_lse = piece.of_queries(done.lse_BHL)
     own_lse = own_lse if own_lse is done.lse_BHL else own_lse.contiguous()
     own = Attended(piece.of_queries(done.out_BHLD), own_lse, done.dropped_BHLS)
-    backend = choose(backends, query, key, value, piece.block, backward=True)
-    term_BHLD, gradients = backend.backward(dout, query, key, value, own, piece.block)
+    term_BHLD, gradients = differentiate_or_replace(backends, dout, query, key, value, own, piece.block)
     dquery_BHLD = _with_term(dquery_BHLD, piece, term_BHLD, query_BHLD.shape)
     for first, last, dkey, dvalue in gradients:
         stream.deposit(start + first, start + last, dkey, dvalue)

@@ -17,9 +17,19 @@ from streamgrad.attention.backends.cudnn_plans import PRICES, SHAPES
 from streamgrad.attention.backends.eager import EagerBackend
 from streamgrad.attention.backends.flash import FlashBackend, activate_fa4, flash_implementation
 from streamgrad.attention.backends.sdpa import SdpaBackend
-from streamgrad.engine.kv_chunk import Attended
+from streamgrad.engine.kv_chunk import Attended, KeyGradient
 
-__all__ = ["Backend", "Block", "Kernels", "backends_named", "choose", "flash_implementation", "preferred", "run_or_replace"]
+__all__ = [
+    "Backend",
+    "Block",
+    "Kernels",
+    "backends_named",
+    "choose",
+    "differentiate_or_replace",
+    "flash_implementation",
+    "preferred",
+    "run_or_replace",
+]
 
 logger = logging.getLogger("streamgrad")
 
@@ -115,7 +125,7 @@ def run_or_replace(
     may choose other experts than it did in forward.
     """
     while True:
-        if place not in ran_by or ran_by[place] not in backends:
+        if place not in ran_by:
             ran_by[place] = choose(backends, query_BHLD, key_BGSD, value_BGSD, block)
         backend = ran_by[place]
         try:
@@ -130,12 +140,39 @@ def run_or_replace(
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            if len(backends) == 1:
-                raise
-            backends.remove(backend)
-            warnings.warn(
-                f"streamgrad: attention kernel {backend.name!r} failed and is replaced by "
-                f"{' or '.join(other.name for other in backends)}: {error}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            del ran_by[place]
+            _remove(backends, backend, error)
+
+
+def differentiate_or_replace(
+    backends: list[Backend],
+    dout_BHLD: Tensor,
+    query_BHLD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSD: Tensor,
+    done: Attended,
+    block: Block,
+) -> tuple[Tensor, list[KeyGradient]]:
+    """Run `backward` of the first kernel that can; one that raises is removed as in forward, where it may not have run."""
+    while True:
+        backend = choose(backends, query_BHLD, key_BGSD, value_BGSD, block, backward=True)
+        try:
+            return backend.backward(dout_BHLD, query_BHLD, key_BGSD, value_BGSD, done, block)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            _remove(backends, backend, error)
+
+
+def _remove(backends: list[Backend], failed: Backend, error: RuntimeError) -> None:
+    """Remove a kernel, with a warning; raise its error if there is no other."""
+    others = [backend for backend in backends if backend is not failed]
+    if not others:
+        raise error
+    backends[:] = others
+    warnings.warn(
+        f"streamgrad: attention kernel {failed.name!r} failed and is replaced by "
+        f"{' or '.join(other.name for other in others)}: {error}",
+        RuntimeWarning,
+        stacklevel=3,
+    )
