@@ -284,7 +284,7 @@ def test_16_bit_gradients_are_rounded_once(spread, items):
         ({"targets": torch.zeros(N)}, TypeError, "int64"),
         ({"weight": torch.zeros(V, E + 1, dtype=torch.float64)}, ValueError, "width"),
         ({"weight": torch.zeros(V, E, dtype=torch.float32)}, ValueError, "float64 and the weight is torch.float32"),
-        ({"weight": torch.nn.Linear(E, V)}, TypeError, "weight is a module, Linear.*Pass weight=lm_head.weight"),
+        ({"weight": torch.nn.Linear(E, V)}, TypeError, "weight is a module, Linear.*Pass lm_head.weight as the weight"),
         ({"weight": torch.zeros(E, dtype=torch.float64)}, ValueError, r"weight has shape \(\d+,\)"),
         ({"bias": torch.zeros(1, dtype=torch.float64)}, ValueError, r"bias has shape \(1,\), and the weight .* needs"),
         ({"chunk_size": 0}, ValueError, "chunk_size=0"),

@@ -146,8 +146,8 @@ def check_operands(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     for name, given in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if isinstance(given, nn.Module):
             raise TypeError(
-                f"{name} is a module, {type(given).__name__}, and must be a tensor. Pass weight=lm_head.weight, and "
-                "bias=lm_head.bias where it has one."
+                f"{name} is a module, {type(given).__name__}, and must be a tensor. Pass lm_head.weight as the weight, and "
+                "lm_head.bias as the bias where it has one."
             )
     if weight.ndim != 2:
         raise ValueError(f"the weight has shape {tuple(weight.shape)}. Pass it as (vocabulary, width).")

@@ -8,6 +8,9 @@ hindsight. A shape that would lose that time within its first step gets its plan
 - In backward at once. A plan is made on the host, and the device meanwhile works on what forward has queued.
 - In forward after the first layers. The device has nothing to do before the first, and a call on flash gives it work for about
   five times what the call loses there.
+
+Where one kernel is chosen for all calls of a step (`is_worth_in_step`), a shape also gets its plans when it comes in three steps
+in a row, as where sequences are packed to one length.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ PLAN_SECONDS = 0.04
 QUEUED_PLAN_SECONDS = 0.02
 FLASH_RATE, CUDNN_RATE = 310e12, 560e12  # FLOP/s, of forward and backward together
 FLASH_LOSS = 1.0 / FLASH_RATE - 1.0 / CUDNN_RATE
-# Seconds lost on flash for each that the device then has to do, if all else in a layer takes as long as its attention on flash.
-LOST_PER_QUEUED = FLASH_LOSS * FLASH_RATE / 2
+# What a call on flash loses, over the work that it and the rest of its layer give the device: the rest takes about as long as it.
+LOST_PER_QUEUED = FLASH_LOSS / (2 / FLASH_RATE)
 # A shape's calls in a step, forward or backward: most models have as many layers.
 CALLS_OF_A_STEP = 24
 STEPS_IN_A_ROW = 3

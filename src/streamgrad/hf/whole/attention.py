@@ -77,23 +77,22 @@ def _attend_by_call(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *by_position: Any, **options: Any
 ) -> tuple[Tensor, Any]:
     """Return what `sdpa_attention_forward` does, forward and backward each by the kernel that is then worth its plan."""
-    stock = functools.partial(sdpa_attention_forward, module, query, key, value, attention_mask, *by_position, **options)
-    if torch.compiler.is_compiling():  # the module, by its user: into a graph, which keeps its kernel
-        return stock()
-    if isinstance(attention_mask, Chunk | CausalMask):  # another thread streams a model of the same configuration
-        return stream_attention_forward(module, query, key, value, attention_mask, *by_position, **options)
-    # Hooks for saved tensors may be of a checkpoint within the layer, which runs it again outside of this pass and expects the
-    # same tensors.
-    has_hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    inside = whole_rows()
-    if inside is None:
-        return stock()
-    if attention_mask is None and not by_position and not has_hooks and not in_transform():
-        query, key, value = (as_autocast(tensor) for tensor in (query, key, value))
-        if _may_run_on_cudnn(module, query, key, value, inside.backends, options):
-            return stream_attention_forward(module, query, key, value, None, **options)
-    inside.backends.used.add("sdpa")
-    return stock()
+    inside = None
+    if not torch.compiler.is_compiling():  # a module that its user has compiled keeps the kernel of its graph
+        if isinstance(attention_mask, Chunk | CausalMask):  # another thread streams a model of the same configuration
+            return stream_attention_forward(module, query, key, value, attention_mask, *by_position, **options)
+        inside = whole_rows()
+    if inside is not None:
+        # Hooks for saved tensors may be of a checkpoint within the layer, which runs it again outside of this pass and expects
+        # the same tensors.
+        is_followed = in_transform() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        if attention_mask is None and not by_position and not is_followed:
+            query, key, value = (as_autocast(tensor) for tensor in (query, key, value))
+            if _may_run_on_cudnn(module, query, key, value, inside.backends, options):
+                return stream_attention_forward(module, query, key, value, None, **options)
+        inside.backends.used.add("sdpa")
+    found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, *by_position, **options)
+    return found
 
 
 def _may_run_on_cudnn(
@@ -142,10 +141,12 @@ def fastest_attention(
     if step.device.type != "cuda":
         kernels.used.add("sdpa")
         return nullcontext()
-    configs = attention_configs([decoder, *modules_of(layers[0])])
-    configs = [config for config in configs if attention_name(config) == "sdpa"]
     forward_flops, backward_flops = (_layer_flops(step, decoder, backward=backward) for backward in (False, True))
     by_call = not step.compiled and not step.masked and is_planned_by_call(backward_flops) and flash_implementation() is None
+    configs = []
+    if by_call or step.compiled:  # shorter steps have no time for a look at all parts of a layer
+        configs = attention_configs([decoder, *modules_of(layers[0])])
+        configs = [config for config in configs if attention_name(config) == "sdpa"]
     if by_call and not any(foreign_attention(configs, layers[0])):
         return _attention_by_call(configs, kernels)
     kernels.used.add("sdpa")
